@@ -21,13 +21,14 @@ class AddressHandle(HandleResource[handles.AddressHandle]):
     """A path to a port: ``ibv_create_ah``. Any event loop may use it. Made by `ProtectionDomain.address_handle`.
 
     Closing waits for datagrams in flight that use the address handle. If closing is cancelled, the address handle is
-    closed once they have completed.
+    closed once those datagrams have completed.
 
     :param pd: protection domain of the address handle.
     :param handle: verbs object of the protection domain.
     :param to: endpoint of a UD queue pair, which also gives the default queue pair number and key; or a path.
     :param port: number of the device port to send from; used if `to` is an endpoint.
-    :param index: index of the port's GID to send from; used if `to` is an endpoint. None: see `QueuePair`.
+    :param index: index of the port's GID to send from; used if `to` is an endpoint. None to have one
+        chosen as described in `QueuePair`.
     """
 
     def __init__(
@@ -45,12 +46,13 @@ class AddressHandle(HandleResource[handles.AddressHandle]):
         """Open the address handle: ``ibv_create_ah``.
 
         On RDMA devices the kernel resolves the address of the next hop, which takes seconds if the next hop does not
-        answer. One of the helper threads of `QueuePair.establish` calls the verb. A cancellation is raised only after
-        the verb ended.
+        answer. A helper thread therefore calls the verb, as in `QueuePair.establish`, and the event loop is not
+        blocked. A cancellation is raised only after the verb has ended; the address handle is then closed.
 
         :returns: the address handle itself, to be closed by the caller.
         :raises ClosedResourceError: the address handle was opened before, or its protection domain is closed.
-        :raises ValueError: the port has no GID, or no path leads to the endpoint from this port.
+        :raises ValueError: the port or the GID index does not exist, the port has no GID, or no path leads from the
+            port to the endpoint.
         :raises VerbsError: the verb failed, for example because the next hop did not answer; with EAGAIN, no helper
             thread can be started.
         """
@@ -80,11 +82,13 @@ class AddressHandle(HandleResource[handles.AddressHandle]):
         self._lifecycle.resume = self.pins.reopen
 
     def to(self, qp_num: int | None = None, qkey: int | None = None) -> Destination:
-        """Return the `Destination` of datagrams, which `QueuePair.send` takes as ``to``.
+        """Return a `Destination` for datagrams, to be passed to `QueuePair.send` as ``to``.
 
-        :param qp_num: number of the remote queue pair, 0..2**24-1; None: that of the endpoint.
-        :param qkey: key of the remote queue pair, 0..2**32-1; None: that of the endpoint.
-        :raises ValueError: `qp_num` or `qkey` is None, and the address handle was made from a path.
+        :param qp_num: number of the remote queue pair, 0..2**24-1; None for the one in the endpoint that the address
+            handle was made from.
+        :param qkey: key of the remote queue pair, 0..2**32-1; None for the one in that endpoint.
+        :raises ValueError: `qp_num` or `qkey` is out of range, or is None although the address handle was made from a
+            path instead of an endpoint.
         :raises ClosedResourceError: the address handle is not open.
         """
         if isinstance(self._to, Endpoint):

@@ -42,7 +42,7 @@ class DeviceEvent:
 
 
 class _UndeliveredEvent:
-    """An event without a listener so far. The reference to its resource is weak, so that the event keeps none alive."""
+    """An event that has had no listener so far. It refers to its resource weakly and so does not keep it alive."""
 
     def __init__(self, event: DeviceEvent) -> None:
         self._type = event.event_type
@@ -50,14 +50,14 @@ class _UndeliveredEvent:
         self._port_num = event.port_num
 
     def event(self) -> DeviceEvent:
-        """Return the event; its resource is None if the resource was garbage-collected since."""
+        """Return the event; its ``resource`` is None if the resource has been garbage collected in the meantime."""
         return DeviceEvent(self._type, self._resource() if self._resource is not None else None, self._port_num)
 
 
 class _Listener:
     """A listener on the running event loop, for all events or those of one resource. Made by `EventPump.listen`.
 
-    :param resource: resource whose events to receive; None: receive all events.
+    :param resource: resource whose events to receive; None to receive all events.
     :raises RuntimeError: no asyncio event loop is running.
     """
 
@@ -70,21 +70,24 @@ class _Listener:
         )  # notified when the resource is closed
 
     def concerns(self, event: DeviceEvent) -> bool:
-        """Return whether the listener receives an event."""
+        """Return whether an event is for the listener, which listens to all events or to those of its resource."""
         return self._resource is None or self._resource is event.resource
 
     def notify(self, event: DeviceEvent | None) -> None:
-        """Pass an event to the listener, from any thread; None ends the iteration."""
+        """Queue an event for the listener and wake it up; None ends its iteration. Can be called from any thread."""
         self._events.append(event)
         self._condition.notify()
 
     async def next(self) -> DeviceEvent | None:
-        """Wait for the next event and return it; None if the resource or the device is closed."""
+        """Wait for the next event and return it; return None once the listener's resource or the device is closed."""
         await self._condition.wait_while(lambda: not self._events and not self._has_ended())
         return self._events.popleft() if self._events else None
 
     def _has_ended(self) -> bool:
-        """Return whether the resource of the listener is closed; events that arrived before are still returned."""
+        """Return whether the listener's resource is closed; always False for a listener to all events.
+
+        Events that arrived before the resource was closed are still returned by `next`.
+        """
         return self._resource is not None and self._resource.closed
 
 
@@ -96,9 +99,11 @@ class _Watcher:
         self._broken = broken
 
     def notify(self, element: handles.Handle | None) -> None:
-        """Call the watcher's function on its loop, from any thread; do nothing if that loop is closed.
+        """Schedule a call of the watcher's function on its event loop; do nothing if that loop is closed.
 
-        :param element: handle of the failed completion queue; None: the device is lost.
+        Can be called from any thread.
+
+        :param element: handle of the failed completion queue, passed to the function; None if the device is lost.
         """
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self.loop.call_soon_threadsafe(self._broken, element)
@@ -107,9 +112,9 @@ class _Watcher:
 class _Waker:
     """Wakes one event loop when events are available, through a duplicate of the context's descriptor.
 
-    The context may be closed on another loop while this one polls. With the duplicate, the polled descriptor stays
-    open. A loop that polls a closed descriptor would miss events of the next file with that number, and libuv ends the
-    process.
+    The context may be closed on another loop while this one polls. The duplicate ensures that the polled descriptor
+    stays open. A loop that polled a closed descriptor would miss events of the next file with that number, and libuv
+    would end the process.
 
     :param loop: event loop to wake, running in this thread.
     :param fd: descriptor of the context's events; the caller keeps it.
@@ -126,9 +131,9 @@ class _Waker:
         loop.add_reader(self._fd, readable)
 
     def stop(self) -> None:
-        """Stop watching and close the duplicate descriptor; call once, from any thread.
+        """Stop waking the loop and close the duplicate descriptor. Call once, from any thread.
 
-        On another loop this happens later, without waiting for it.
+        Outside the waker's loop, this only schedules `_stop` on that loop and does not wait for it.
         """
         if asyncio._get_running_loop() is self._loop:
             self._stop()
@@ -139,7 +144,7 @@ class _Waker:
             self._close()
 
     def _stop(self) -> None:
-        """Stop watching and close the duplicate descriptor, on the loop; do nothing in the child of a fork."""
+        """Do the work of `stop` on the waker's loop; do nothing in the child of a fork."""
         # The kernel's poll set is shared with the parent process: removing the descriptor would affect the parent's
         # loop.
         if self._forks != forks.count:
@@ -163,10 +168,10 @@ class EventPump:
 
     @classmethod
     def of(cls, context: handles.Context) -> "EventPump":
-        """Return the pump of a context, made by the first call.
+        """Return the pump of a context. The first call for a context makes the pump.
 
-        The opener of a context calls this first, before any other thread can know the context, so that the pump is made
-        once.
+        The code that opens a context calls this before any other thread knows the context, so that only one pump is
+        made.
         """
         pump = cls._of.get(context)
         if pump is None:
@@ -188,13 +193,13 @@ class EventPump:
         self.find: Callable[[handles.Handle], object] = lambda _: None  # returns the user's object of a handle
 
     def listen(self, resource: Resource | None = None) -> AsyncGenerator[DeviceEvent, None]:
-        """Iterate over events, beginning with those queued without a listener.
+        """Return an iterator over events, beginning with events that were queued because they had no listener.
 
         Any event loop may request the first event; that loop then owns the iterator.
 
-        :param resource: yield only events of this resource, until it is closed; None: yield all events, until the
-            device is closed.
-        :returns: an asynchronous iterator of `DeviceEvent`; the exceptions below are raised by iterating.
+        :param resource: resource whose events to yield, until it is closed; None to yield all events, until the device
+            is closed.
+        :returns: an asynchronous iterator of `DeviceEvent`, which raises the exceptions below during iteration.
         :raises AffinityError: another event loop owns the iterator; nothing was done.
         :raises ForkedProcessError: the context was opened before a fork, in the parent process.
         :raises RuntimeError: no asyncio event loop is running.
@@ -204,7 +209,7 @@ class EventPump:
         return OwnedIterator(name, self._listen(resource), lambda: None)
 
     async def _listen(self, resource: Resource | None) -> AsyncGenerator[DeviceEvent, None]:
-        """Yield events as the iterator of `listen` does, on the running event loop."""
+        """Yield the events that `listen` describes, on the running event loop. Raises the exceptions listed there."""
         self._check_process()
         self._drop_closed_loops()
         listener = _Listener(resource)
@@ -237,12 +242,13 @@ class EventPump:
             raise ForkedProcessError(f"{self._context() or 'its device'}")
 
     def watch(self, broken: Callable[[handles.Handle | None], None]) -> "_Watcher":
-        """Call a function on the running loop when the device is lost or one of its completion queues fails, until
-        `unwatch`.
+        """Register a function to be called on the running loop when the device is lost or one of its completion queues
+        fails.
 
-        Use this to fail the tasks that await completions: in these cases no completion event wakes them.
+        Use this to fail the tasks that await completions: in these cases no completion event wakes them. `unwatch` ends
+        the registration.
 
-        :param broken: called with the handle of the completion queue, or with None if the device is lost.
+        :param broken: called with the handle of the failed completion queue, or with None if the device is lost.
         :returns: the watcher, to be passed to `unwatch`.
         :raises RuntimeError: no asyncio event loop is running.
         :raises OSError: the process has no file descriptors left.
@@ -258,17 +264,20 @@ class EventPump:
         return watcher
 
     def unwatch(self, watcher: "_Watcher") -> None:
-        """Stop calling the function of a watcher. Call on the event loop that called `watch`."""
+        """Unregister a watcher that `watch` returned. Call on the event loop that called `watch`."""
         with self._lock:
             self._watchers = tuple(other for other in self._watchers if other is not watcher)
         self._stop_waking_if_unused(watcher.loop)
 
     async def drain(self) -> None:
-        """End all iterations and stop waking loops, as the first step of closing the device. Nothing is waited for."""
+        """Call `stop`, without waiting for anything. This is the first step of closing the device."""
         self.stop()
 
     def stop(self) -> None:
-        """End all iterations and stop waking loops, from any thread. No further event is received."""
+        """End all iterations and stop waking event loops, so that no further event is received.
+
+        Can be called from any thread.
+        """
         for listener in self._listeners:
             listener.notify(None)
         for loop in tuple(self._wakers):
@@ -277,7 +286,7 @@ class EventPump:
     # ---- Event loops to wake up
 
     def _start_waking(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Have a loop, which is running in this thread, woken by events, if it is not already.
+        """Let available events wake a loop, which must be running in this thread; do nothing if they already do.
 
         :raises OSError: the process has no file descriptors left.
         """
@@ -285,19 +294,19 @@ class EventPump:
             self._wakers[loop] = _Waker(loop, self._fd, functools.partial(self._readable, loop))
 
     def _stop_waking(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Stop waking a loop, from any thread; do nothing if it is not woken."""
+        """Let available events no longer wake a loop; do nothing if it has no waker. Can be called from any thread."""
         waker = self._wakers.pop(loop, None)
         if waker is not None:
             waker.stop()
 
     def _stop_waking_if_unused(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Stop waking a loop that has no listener and no watcher any more."""
+        """Let events no longer wake a loop if it has no listener and no watcher left."""
         loops = [listener.loop for listener in self._listeners] + [watcher.loop for watcher in self._watchers]
         if loop not in loops:
             self._stop_waking(loop)
 
     def _drop_closed_loops(self) -> None:
-        """Remove the listeners and wakers of loops that are closed."""
+        """Remove all listeners on closed loops, and the wakers of closed loops that have no watcher."""
         # A listener on a loop that was closed during its iteration cannot unregister itself, and would still get
         # events.
         with self._lock:
@@ -307,10 +316,10 @@ class EventPump:
                 self._stop_waking_if_unused(loop)
 
     def _readable(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Receive, acknowledge and distribute all events that are available; called on a loop that was woken.
+        """Receive, acknowledge and dispatch all available events. Called on a loop that its waker has woken.
 
-        No error is raised. If receiving fails, the watchers are told that the device is lost and the iterations end; if
-        the context was closed, the iterations end.
+        No error is raised. If receiving fails, all watchers are notified that the device is lost, and all iterations
+        end. If the context is closed, all iterations end.
         """
         context = self._context()
         try:
@@ -330,12 +339,14 @@ class EventPump:
             self.stop()
 
     def _notify_watchers(self, element: handles.Handle | None) -> None:
-        """Call all watchers on their loops with the handle of the failed completion queue; None: the device is lost."""
+        """Notify all watchers of a failed completion queue, given by its handle, or of a lost device, given by None."""
         for watcher in self._watchers:
             watcher.notify(element)
 
     def _dispatch(self, event: DeviceEvent, element: handles.Handle | None) -> None:
-        """Pass an event to all listeners that it concerns, and a failure to the watchers; queue it without a listener.
+        """Pass an event to all listeners that it is for; if there are none, queue it for later listeners.
+
+        The watchers are notified as well if the event reports a lost device or a failed completion queue.
 
         :param event: event, already acknowledged.
         :param element: handle of the queue that the event concerns; None for an event of the device or a port.
@@ -360,15 +371,17 @@ class AsyncEventSource(HandleResource[H]):
     """Base class of resources with asynchronous events: queue pairs, completion queues and shared receive queues."""
 
     def events(self) -> AsyncGenerator[DeviceEvent, None]:
-        """Iterate over asynchronous events of this resource, until it is closed: ``ibv_get_async_event``.
+        """Return an iterator over the asynchronous events of this resource: ``ibv_get_async_event``.
 
         Use ``async for`` on any asyncio event loop; the loop that requests the first event owns the iterator. Events
-        that occurred without a listener come first. `Device.events` iterates over the events of all resources.
+        that occurred while there was no listener come first. The iteration ends when the resource is closed.
+        `Device.events` returns an iterator over the events of all resources.
 
         :returns: an asynchronous iterator of `DeviceEvent`.
         :raises ClosedResourceError: the resource is not open.
-        :raises AffinityError: on iterating: another event loop owns the iterator; nothing was done.
-        :raises OSError: on iterating: the process has no file descriptors left.
+        :raises AffinityError: during iteration: another event loop owns the iterator; nothing was done.
+        :raises RuntimeError: during iteration: no asyncio event loop is running.
+        :raises OSError: during iteration: the process has no file descriptors left.
         """
         return EventPump.of(self.handle.context).listen(self)
 

@@ -37,7 +37,7 @@ class Domain(HandleResource[handles.ProtectionDomain]):
 
     @property
     def base(self) -> "Domain":
-        """Protection domain that memory is registered on."""
+        """The protection domain itself, or the one that this domain is built on; memory is registered on it."""
         raise NotImplementedError
 
     @property
@@ -46,7 +46,7 @@ class Domain(HandleResource[handles.ProtectionDomain]):
         return self.base.cache
 
     def _queue_location(self) -> QueueLocation:
-        """Return the location in which queues of this domain are made.
+        """Return the verbs objects and the owner with which this domain makes its queues.
 
         :raises ClosedResourceError: the domain is not open.
         """
@@ -54,7 +54,10 @@ class Domain(HandleResource[handles.ProtectionDomain]):
 
     @functools.cached_property
     def _shared_resources(self) -> dict[object, object]:
-        """Resources of this domain that its users share, by their purpose; closed together with the domain."""
+        """Dictionary of resources that several users of this domain share; each user chooses the keys of its own.
+
+        The resources are closed together with the domain.
+        """
         return {}
 
     def completion_queue(
@@ -69,10 +72,11 @@ class Domain(HandleResource[handles.ProtectionDomain]):
 
         :param depth: minimum number of completions that fit.
         :param comp_vector: index of the device's completion vector (interrupt) that signals the queue.
-        :param message_model: how awaits of the queue wait; None: as the resource domain says, else DEFAULT.
+        :param message_model: how awaits on the queue wait; None for the model of the resource domain, or DEFAULT on
+            another domain.
         :param spin_ns: how long an await polls before it sleeps, in nanoseconds, 0..10**9; for FORCE_LOW_LATENCY and
-            LOW_LATENCY only. None: 100,000.
-        :raises ValueError: `depth` is less than 1, or `spin_ns` is out of range or has no meaning for the message
+            LOW_LATENCY only. None for 100,000.
+        :raises ValueError: `depth` is less than 1, or `spin_ns` is out of range or does not apply to the message
             model; on opening: the device does not support `depth` or `comp_vector`.
         :raises ClosedResourceError: the domain is not open.
         :raises VerbsError: on opening: the verb failed.
@@ -95,18 +99,19 @@ class Domain(HandleResource[handles.ProtectionDomain]):
         """Return a new queue pair, to be opened: see `QueuePair`.
 
         :param send_cq: completion queue of the send queue.
-        :param recv_cq: completion queue of the receive queue; None: `send_cq`.
-        :param capabilities: depths and sizes of the queues; None: the defaults of `QpCapabilities`.
+        :param recv_cq: completion queue of the receive queue; None to use `send_cq` for both.
+        :param capabilities: depths and sizes of the queues; None for the defaults of `QpCapabilities`.
         :param qp_type: RC, UC, UD or XRC_SEND.
-        :param srq: shared receive queue to use instead of a receive queue of its own.
+        :param srq: shared receive queue to use; None to use a receive queue of its own.
         :param port: number of the device port to send from.
-        :param gid_index: index of the port's GID to send from; None: see `QueuePair`.
-        :param receive_depth: number of receives that the queue pair keeps posted, for `QueuePair.messages`; 0: none.
+        :param gid_index: index of the port's GID to send from; None to have one chosen as described in `QueuePair`.
+        :param receive_depth: number of receives that the queue pair keeps posted for `QueuePair.messages`; 0 to keep
+            none posted.
         :param receive_size: size of each of these receives, in bytes; 0 if `receive_depth` is 0.
-        :raises ValueError: `qp_type` is XRC_RECV, which `XrcDomain.queue_pair` makes; or the message model of a
+        :raises ValueError: `qp_type` is XRC_RECV, for which `XrcDomain.queue_pair` is used; or the message model of a
             completion queue differs from that of the resource domain; or only one of `receive_depth` and `receive_size`
-            is given, or both for a queue pair without a receive queue of its own. On opening: the device does not
-            support the capabilities, the completion queues lack room, or the port or GID index does not exist.
+            is given, or both are given for a queue pair without a receive queue of its own. On opening: the device does
+            not support the capabilities, the completion queues lack room, or the port or GID index does not exist.
         :raises ClosedResourceError: the domain is not open.
         :raises VerbsError: on opening: the verb failed.
         """
@@ -141,8 +146,8 @@ class Domain(HandleResource[handles.ProtectionDomain]):
 
         :param max_wr: maximum number of receives posted at once.
         :param max_sge: maximum number of scatter/gather entries of a receive.
-        :param limit: raise ``EventType.SRQ_LIMIT_REACHED`` once when fewer posted receives than this are left; 0:
-            never.
+        :param limit: raise the event ``EventType.SRQ_LIMIT_REACHED`` once when fewer posted receives than this are
+            left; 0 to never raise it.
         :param xrc_domain: XRC domain of an XRC shared receive queue; None for an ordinary one.
         :param cq: completion queue of an XRC shared receive queue; None for an ordinary one.
         :raises ValueError: only one of `xrc_domain` and `cq` is given, or the message model of `cq` differs from that
@@ -162,7 +167,7 @@ class Domain(HandleResource[handles.ProtectionDomain]):
 
         :param memory: object with the buffer protocol, or the number of bytes to allocate.
         :param access: allowed operations; ``REMOTE_WRITE`` and ``REMOTE_ATOMIC`` require ``LOCAL_WRITE`` as well.
-        :param allocator: allocator of the bytes, if `memory` is a number; None: the default.
+        :param allocator: allocator of the bytes, if `memory` is a number; None for the default allocator.
         :raises ValueError: `memory` is a number less than 1, or `allocator` is given and `memory` is not a number.
         :raises TypeError: `memory` has no buffer protocol, or `allocator` is not an allocator.
         :raises ClosedResourceError: the domain is not open.
@@ -175,20 +180,22 @@ class Domain(HandleResource[handles.ProtectionDomain]):
 
         :param mw_type: ``TYPE_1`` or ``TYPE_2``.
         :raises ClosedResourceError: the domain is not open.
-        :raises VerbsError: on opening: the verb failed; with EOPNOTSUPP, the provider has no memory windows.
+        :raises VerbsError: on opening: the verb failed; with EOPNOTSUPP if the provider has no memory windows.
         """
         return MemoryWindow(self.base, self.base.handle, mw_type)
 
     def address_handle(
         self, to: Endpoint | AddressVector, *, port: int = 1, gid_index: int | None = None
     ) -> AddressHandle:
-        """Return a new address handle, the path of datagrams to a port, to be opened: see `AddressHandle`.
+        """Return a new address handle, to be opened: see `AddressHandle`. It holds the path of datagrams to a port.
 
         :param to: endpoint of a UD queue pair, or a path.
         :param port: number of the device port to send from; used if `to` is an endpoint.
-        :param gid_index: index of the port's GID to send from; used if `to` is an endpoint. None: see `QueuePair`.
+        :param gid_index: index of the port's GID to send from; used if `to` is an endpoint. None to have
+            one chosen as described in `QueuePair`.
         :raises ClosedResourceError: the domain is not open.
-        :raises ValueError: on opening: the port has no GID, or no path leads to the endpoint from this port.
+        :raises ValueError: on opening: the port or the GID index does not exist, the port has no GID, or no path leads
+            from the port to the endpoint.
         :raises VerbsError: on opening: the verb failed, for example because the next hop did not answer.
         """
         return AddressHandle(self.base, self.base.handle, to, port, gid_index)
@@ -196,12 +203,12 @@ class Domain(HandleResource[handles.ProtectionDomain]):
     def adopt_memory_region(self, mr: "MR", access: AccessFlags) -> MemoryRegion:
         """Return a memory region over a pyverbs ``MR`` of the adopted ``PD``, to be opened.
 
-        The user continues to own the ``MR`` and closes it after this region. If the user closes it first, every later
-        use of this region raises `BorrowedObjectClosedError`.
+        The user continues to own the ``MR`` and must close it after this region. If the user closes it first, every
+        later use of this region raises `BorrowedObjectClosedError`.
 
         :param mr: an open `pyverbs.mr.MR` or an instance of a subclass.
         :param access: flags that the ``MR`` was registered with, which pyverbs does not expose: `MemoryRegion.buffer`
-            is read-only without ``LOCAL_WRITE``.
+            is read-only if they lack ``LOCAL_WRITE``.
         :raises TypeError: on opening: `mr` is not an ``MR``.
         :raises ValueError: on opening: `mr` is closed or belongs to another protection domain.
         :raises ClosedResourceError: the domain is not open.
@@ -221,25 +228,28 @@ class Domain(HandleResource[handles.ProtectionDomain]):
         """Return a new pool of registered buffers, to be opened: see `BufferPool`.
 
         :param size: size of each buffer, in bytes.
-        :param count: number of buffers of a slab, the unit in which the pool registers memory.
-        :param limit: maximum number of buffers that the pool grows to; None: one slab.
-        :param allocator: allocator of the memory; None: the default.
+        :param count: number of buffers in a slab, the unit in which the pool registers memory.
+        :param limit: maximum number of buffers that the pool grows to; None for one slab.
+        :param allocator: allocator of the memory; None for the default allocator.
         :param access: access flags that the memory is registered with.
         :param alignment: alignment of each buffer, in bytes: a power of two, at most the page size.
         :raises ValueError: an argument is out of range, or `limit` is less than `count`.
+        :raises TypeError: `allocator` lacks the methods of `Allocator`.
+        :raises ClosedResourceError: on opening: the domain is not open.
         :raises VerbsError: on opening: the memory cannot be registered.
         """
         return BufferPool(self.base, size, count, limit=limit, allocator=allocator, access=access, alignment=alignment)
 
 
 def check_caller(domain: Domain, what: str) -> None:
-    """Check that the running event loop owns a domain that is bound to one loop.
+    """Check that the running event loop may use a domain. A domain that is not bound to one loop passes the check.
 
-    Call this before starting work that ends with queues being made on the domain.
+    Call this before starting work that will later create queues on the domain.
 
-    :param domain: domain to check; a domain that is not bound to a loop passes.
-    :param what: operation named in the error.
-    :raises AffinityError: another event loop or none is running.
+    :param domain: domain to check.
+    :param what: operation to name in the error.
+    :raises AffinityError: the domain is bound to an event loop, and another loop or none is running.
+    :raises ConcurrentAccessError: a verb on the domain is in progress.
     """
     owner = domain.owner
     if owner is not None and owner.bound:
@@ -247,7 +257,7 @@ def check_caller(domain: Domain, what: str) -> None:
 
 
 def queue_location_of(domain: Domain) -> QueueLocation:
-    """Return the location in which queues of a domain are made.
+    """Return the verbs objects and the owner with which a domain makes its queues.
 
     :raises ClosedResourceError: the domain is not open.
     """
@@ -255,7 +265,8 @@ def queue_location_of(domain: Domain) -> QueueLocation:
 
 
 def shared_resources_of(domain: Domain) -> dict[object, object]:
-    """Return the resources of a domain that its users share, by their purpose; they are closed together with the
-    domain.
+    """Return the dictionary of resources that several users of a domain share; users may add resources to it.
+
+    Each user chooses the keys of its own resources. The resources are closed together with the domain.
     """
     return domain._shared_resources

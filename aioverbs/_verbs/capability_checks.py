@@ -1,4 +1,4 @@
-"""PURE: checks that a device supports the depths and scatter/gather lists of queues that are to be made."""
+"""PURE: checks that a device supports the depths and scatter/gather lists of queues before they are created."""
 
 from aioverbs.attributes import DeviceAttributes, QpCapabilities
 from aioverbs.types import QpType
@@ -16,9 +16,9 @@ def check_queue_pair(
 ) -> None:
     """Check the capabilities of a queue pair against the limits of the device.
 
-    The maximum of ``max_inline_data`` is unknown: no device attribute reports it.
+    Of ``max_inline_data``, only the sign is checked, because no device attribute reports a maximum.
 
-    :param name: name of the device, for the error.
+    :param name: name of the device, for the error message.
     :param device: attributes of the device.
     :param wanted: capabilities to check.
     :param qp_type: type of the queue pair.
@@ -44,11 +44,11 @@ def check_completion_queue(
 ) -> None:
     """Check the depth and completion vector of a completion queue against the limits of the device.
 
-    :param name: name of the device, for the error.
+    :param name: name of the device, for the error message.
     :param device: attributes of the device.
     :param depth: number of completions that must fit.
     :param comp_vector: index of the completion vector.
-    :param comp_vectors: number of completion vectors of the context.
+    :param comp_vectors: number of completion vectors that the context has.
     :raises ValueError: a value is negative or exceeds the limit; the message lists all such values.
     """
     _check(name, ("depth", depth, device.max_cqe), ("comp_vector", comp_vector, max(comp_vectors, 1) - 1))
@@ -57,7 +57,7 @@ def check_completion_queue(
 def check_shared_receive_queue(name: str, device: DeviceAttributes, max_wr: int, max_sge: int) -> None:
     """Check the sizes of a shared receive queue against the limits of the device.
 
-    :param name: name of the device, for the error.
+    :param name: name of the device, for the error message.
     :param device: attributes of the device.
     :param max_wr: number of receives that can be posted at once.
     :param max_sge: number of scatter/gather entries of a receive.
@@ -67,10 +67,10 @@ def check_shared_receive_queue(name: str, device: DeviceAttributes, max_wr: int,
 
 
 def _check(name: str, *asked: tuple[str, int, int | None]) -> None:
-    """Check values against their limits.
+    """Check that values are not negative and do not exceed their maxima.
 
-    :param name: name of the device, for the error.
-    :param asked: name, value and maximum of each value; maximum None: unknown.
+    :param name: name of the device, for the error message.
+    :param asked: a tuple for each value: its name, the value, and its maximum or None if the maximum is unknown.
     :raises ValueError: a value is negative or exceeds its maximum; the message lists all such values.
     """
     wrong = [

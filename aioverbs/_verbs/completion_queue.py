@@ -41,10 +41,11 @@ _MODERATION = (16, 16)
 
 
 class MessageModel(enum.Enum):
-    """How awaits on the completion queues of a resource domain wait for completions."""
+    """Ways in which awaits on the completion queues of a resource domain wait for completions."""
 
     FORCE_LOW_LATENCY = "force low latency"
-    """An await polls until it is done: at first without releasing the thread, later once in each iteration of its loop.
+    """An await polls until its operation completes: at first without yielding to the event loop, later once in each
+    iteration of the loop.
     """
 
     LOW_LATENCY = "low latency"
@@ -73,9 +74,9 @@ class QueueLocation:
 
     :param pd: the parent domain, or the protection domain if there is no native parent domain.
     :param base: the protection domain that memory is registered on.
-    :param owner: event loop and thread that own the queues; None: any thread may use them.
-    :param native: whether `pd` is a parent domain, to be passed to the creation of completion queues.
-    :param message_model: message model of the resource domain; None: each completion queue chooses its own.
+    :param owner: event loop and thread that own the queues; None if any thread may use them.
+    :param native: whether `pd` is a parent domain, on which completion queues must then be created.
+    :param message_model: message model of the resource domain; None if each completion queue chooses its own.
     """
 
     pd: handles.ProtectionDomain
@@ -85,22 +86,22 @@ class QueueLocation:
     message_model: MessageModel | None = None
 
     def owner_with(self, *parts: Resource | None) -> Affinity | None:
-        """Return the owner of a queue made here from other resources: the first owner found among the domain and those.
+        """Return the owner of a new queue that uses other resources: the first owner found among the domain and those.
 
-        A resource of another owner could neither take completions nor receives from this queue, so the handles reject
-        such combinations and the first owner is the only one.
+        All resources of a queue must have one owner. If they do not, creating the handle of the queue fails, so it does
+        not matter which of the owners is returned.
 
-        :param parts: completion queues and shared receive queues of the new queue, in the order in which handles check
-            them.
-        :returns: the owner; None if any thread may use the new queue.
+        :param parts: completion queues and shared receive queues that the new queue uses; None for each one it lacks.
+        :returns: the owner; None if neither the domain nor any of the parts has an owner, so that any thread may use
+            the new queue.
         """
         owners = (self.owner, *(part.owner for part in parts if part is not None))
         return next((owner for owner in owners if owner is not None), None)
 
     def check_message_model(self, what: str, cq: "CompletionQueue") -> None:
-        """Check that a completion queue has the message model of the resource domain.
+        """Check that a completion queue has the message model of the resource domain, if that has one.
 
-        :param what: name of the resource being made, for the error.
+        :param what: kind of the resource that is being made, for the error message.
         :param cq: completion queue to check.
         :raises ValueError: the two message models differ.
         """
@@ -116,12 +117,12 @@ class QueueLocation:
 class CompletionQueueStatistics(ResourceStatistics):
     """Current depth and lifetime counters of a completion queue, from `CompletionQueue.statistics`.
 
-    :param depth: number of completions that fit; at least the number asked for.
-    :param reserved: number of entries reserved by the queues that complete here.
-    :param in_flight: number of work requests in flight that complete here.
+    :param depth: number of completions that fit; at least the requested number.
+    :param reserved: number of entries reserved by the queues that use this completion queue.
+    :param in_flight: number of work requests in flight that will complete in this queue.
     :param completions: number of completions polled so far.
-    :param late: number of completions polled so far whose queue was destroyed before, or that belong to requests posted
-        through a low-level handle.
+    :param late: number of completions polled so far whose queue had already been destroyed, or that belong to requests
+        posted through a low-level handle.
     :param wakeups: number of times that the completion channel woke the loop.
     :param spins: number of awaits that polled before sleeping.
     :param spins_paid: number of awaits that completed while polling.
@@ -140,7 +141,7 @@ class CompletionQueueStatistics(ResourceStatistics):
 class _ChannelWatcher:
     """Watcher of a completion channel and of the device's events, on the event loop that opened the queue.
 
-    It does not refer to the `CompletionQueue`, which may be garbage collected.
+    It holds no reference to the `CompletionQueue`, so that the queue can be garbage collected.
 
     :param dispatcher: dispatcher of the completions of the queue.
     :param channel: completion channel of the queue.
@@ -159,9 +160,10 @@ class _ChannelWatcher:
         self._watching = True
 
     def _on_failure(self, element: handles.Handle | None) -> None:
-        """Fail all requests in flight, on the loop of the watcher.
+        """Fail all work requests in flight whose completions go to the watched queue. Runs on the watcher's loop.
 
-        :param element: handle of the failed completion queue, ignored if it is another one; None: the device is lost.
+        :param element: handle of the failed completion queue, or None if the device is lost. Failures of other
+            completion queues than the watched one are ignored.
         """
         # The device was lost or this completion queue failed: no request still in flight will complete, except for
         # completions that are already in the queue. Polling such a queue fails on some devices and succeeds on others.
@@ -182,9 +184,9 @@ class _ChannelWatcher:
             self._dispatcher.broke(VerbsError("ibv_get_async_event", errno.EIO, "the queue lost completions (CQ_ERR)"))
 
     async def stop(self) -> None:
-        """Stop watching the descriptor, and acknowledge the events received from the channel.
+        """Stop watching the channel and the device, and acknowledge the events received from the channel.
 
-        :raises BusyResourceError: the loop that watches the descriptor does not respond within 10 s.
+        :raises BusyResourceError: the loop that watches the channel's descriptor does not respond within 10 s.
         """
         await wait_uncancelled(self._unwatch())
         await retry_while_busy(self._dispatcher.acknowledge)
@@ -205,7 +207,7 @@ class _ChannelWatcher:
             )
 
     def _remove(self) -> None:
-        """Stop watching the descriptor and the device, and have the dispatcher wake no loop any more."""
+        """Stop watching the descriptor and the device, and make the dispatcher stop waking its loop."""
         if self._watching:
             self._watching = False
             self._loop.remove_reader(self._fd)
@@ -222,14 +224,14 @@ class CompletionQueue(AsyncEventSource[handles.CompletionQueue]):
     cannot overflow. Made by the ``completion_queue`` of a domain.
 
     :param domain: domain that the completion queue belongs to.
-    :param location: location in which the domain makes queues.
+    :param location: verbs objects and owner with which the domain makes its queues.
     :param depth: minimum number of completions that fit.
     :param comp_vector: index of the device's completion vector (interrupt) that signals the queue.
-    :param message_model: how awaits of this queue wait; None: as the resource domain says, else DEFAULT. Queue pairs of
-        a resource domain accept only completion queues with the domain's message model.
+    :param message_model: how awaits on this queue wait; None for the model of the resource domain, or DEFAULT on
+        another domain. Queue pairs of a resource domain accept only completion queues with the domain's message model.
     :param spin_ns: how long an await polls before it sleeps, in nanoseconds, 0..10**9; for FORCE_LOW_LATENCY and
-        LOW_LATENCY only. The awaits in one iteration of the loop share this time. None: 100,000.
-    :raises ValueError: `depth` is less than 1, or `spin_ns` is out of range or has no meaning for the message model; on
+        LOW_LATENCY only. The awaits in one iteration of the loop share this time. None for 100,000.
+    :raises ValueError: `depth` is less than 1, or `spin_ns` is out of range or does not apply to the message model; on
         opening: the device does not support `depth` or `comp_vector`.
     :raises AffinityError: on opening: another event loop owns the domain.
     :raises VerbsError: on opening: the verb failed.
@@ -295,17 +297,17 @@ class CompletionQueue(AsyncEventSource[handles.CompletionQueue]):
         self._lifecycle.drain = _ChannelWatcher(self._dispatcher, channel).stop
 
     def _check(self, context: handles.Context, depth: int) -> None:
-        """Check a depth and the completion vector against the limits of the device.
+        """Check a depth and this queue's completion vector against the limits of the device.
 
-        :raises ValueError: the device does not support them.
+        :raises ValueError: the device does not support the depth or the completion vector.
         :raises VerbsError: the device cannot be queried.
         """
         check_completion_queue(context.name, context.attributes, depth, self._comp_vector, context.num_comp_vectors)
 
     def _moderate(self, handle: handles.CompletionQueue) -> None:
-        """Have the device moderate completion events, if it supports that.
+        """Turn on completion moderation, so that one event reports several completions; do nothing if unsupported.
 
-        :raises VerbsError: the verb failed for another reason than EOPNOTSUPP.
+        :raises VerbsError: the verb failed with an error other than EOPNOTSUPP.
         """
         try:
             handle.modify(*_MODERATION)
@@ -317,7 +319,7 @@ class CompletionQueue(AsyncEventSource[handles.CompletionQueue]):
 
     @property
     def _cq_dispatcher(self) -> CqDispatcher:
-        """Dispatcher of the completions of this queue.
+        """The `CqDispatcher`, which polls this queue and wakes the tasks that await its completions.
 
         :raises ClosedResourceError: the queue is not open.
         """
@@ -327,26 +329,29 @@ class CompletionQueue(AsyncEventSource[handles.CompletionQueue]):
 
     @property
     def moderated(self) -> bool:
-        """Whether the device moderates completion events, as it does for HIGH_BANDWIDTH if it supports moderation."""
+        """Whether the device moderates completion events, as it does for HIGH_BANDWIDTH if it supports that."""
         return self._moderated
 
     def statistics(self) -> CompletionQueueStatistics:
-        """Return the current depth and the lifetime counters; counters are 0 if the queue was never opened."""
+        """Return the `CompletionQueueStatistics`: the current depth, and lifetime counters; 0 if never opened."""
         counts = (0,) * 6
         if (cq := self._dispatcher) is not None:
             counts = (cq.in_flight, cq.completions, cq.late, cq.wakeups, cq.spins, cq.spins_paid)
         return CompletionQueueStatistics(len(self._lifecycle.children), self._depth, self._reserved, *counts)
 
     def resize(self, depth: int) -> None:
-        """Change the minimum number of completions that fit: ``ibv_resize_cq``. Completions in the queue are kept.
+        """Change the minimum number of completions that the queue can hold: ``ibv_resize_cq``.
+
+        Completions that are in the queue are kept.
 
         :param depth: new minimum number of completions.
-        :raises ValueError: `depth` is less than what queue pairs have reserved, or more than the device supports.
+        :raises ValueError: `depth` is less than 1, less than the number of entries that are reserved, or more than the
+            device supports.
         :raises VerbsError: the verb failed; the queue is unchanged.
         :raises ClosedResourceError: the queue is not open.
         :raises AffinityError: another event loop owns the queue; nothing was done.
-        :raises ConcurrentAccessError: another verb of the domain is in progress, for example if its allocator calls
-            this; nothing was done.
+        :raises ConcurrentAccessError: another verb of the domain is in progress, for example because an allocator
+            calls this method during a verb; nothing was done.
         """
         handle, owner = self.handle, self._lifecycle.owner
         if owner is not None:
@@ -366,10 +371,10 @@ class CompletionQueue(AsyncEventSource[handles.CompletionQueue]):
                 self._depth = handle.cqe  # concurrent resizes each store the depth as of now
 
     def _reserve(self, completions: int) -> None:
-        """Reserve entries for a queue that completes here.
+        """Reserve entries for the completions of a queue pair or shared receive queue.
 
-        :param completions: number of entries.
-        :raises ValueError: fewer entries are unreserved.
+        :param completions: number of entries to reserve.
+        :raises ValueError: not that many unreserved entries are left; none is reserved then.
         """
         with self._reservation_lock:
             if self._reserved + completions > min([self._depth, *self._resizing_to]):
@@ -382,43 +387,43 @@ class CompletionQueue(AsyncEventSource[handles.CompletionQueue]):
     def _release(self, completions: int) -> None:
         """Release entries that `_reserve` reserved.
 
-        :param completions: number of entries.
+        :param completions: number of entries to release.
         """
         with self._reservation_lock:
             self._reserved -= completions
 
 
 class CqReservation:
-    """Entries that a queue has reserved in completion queues; the queue's lifecycle releases them on closing."""
+    """Entries that one queue has reserved in its completion queues; its lifecycle releases them when it is closed."""
 
     def __init__(self) -> None:
         self._reserved: list[tuple[CompletionQueue, int]] = []
 
     def reserve(self, cq: CompletionQueue | None, completions: int) -> None:
-        """Reserve entries.
+        """Reserve entries in a completion queue and remember them for `destroy`.
 
-        :param cq: completion queue; None: reserve nothing.
-        :param completions: number of entries.
-        :raises ValueError: fewer entries are unreserved.
+        :param cq: the completion queue; None to do nothing.
+        :param completions: number of entries to reserve.
+        :raises ValueError: the completion queue does not have that many unreserved entries left.
         """
         if cq is not None:
             cq._reserve(completions)
             self._reserved.append((cq, completions))
 
     def destroy(self) -> None:
-        """Release all reserved entries."""
+        """Release all entries that `reserve` has reserved, in all completion queues."""
         for cq, completions in self._reserved:
             cq._release(completions)
 
 
 async def retry_while_busy(verb: Callable[[], object]) -> bool:
-    """Call a verb repeatedly until no other thread is inside the domain, which any thread may use.
+    """Call a verb, repeatedly if necessary, until no other thread is inside a verb on the same unlocked domain.
 
-    Between two attempts, other tasks of the loop run. Exceptions of the verb except ConcurrentAccessError are raised
-    here.
+    Between two attempts, other tasks on the loop run. Exceptions raised by the verb are raised here, except
+    ConcurrentAccessError, which leads to the next attempt.
 
     :param verb: function that calls the verb; its result is dropped.
-    :returns: whether the verb was executed; False after 1,000 attempts.
+    :returns: True if the verb was executed; False if another thread was inside the domain in each of 1,000 attempts.
     """
     for _ in range(_MAX_ATTEMPTS):
         with contextlib.suppress(ConcurrentAccessError):
@@ -429,7 +434,7 @@ async def retry_while_busy(verb: Callable[[], object]) -> bool:
 
 
 def dispatcher_of(cq: CompletionQueue) -> CqDispatcher:
-    """Return the dispatcher of the completions of a queue.
+    """Return the `CqDispatcher` of a completion queue, for use by other packages in the library.
 
     :raises ClosedResourceError: the queue is not open.
     """

@@ -1,4 +1,4 @@
-"""Devices: listing them, opening one, and the resources made from an open device."""
+"""Devices: listing and opening them, and making resources from an open device."""
 
 import asyncio
 import contextlib
@@ -56,7 +56,7 @@ class PortInfo:
     :param state: state of the port.
     :param link_layer: InfiniBand or Ethernet.
     :param active_mtu: MTU in use.
-    :param gids: GIDs of the port, each with its index in the GID table, as IPv6 text.
+    :param gids: GIDs of the port: pairs of an index in the GID table and the GID as the text of an IPv6 address.
     :param gid_index: index of the GID that queue pairs send from by default; None if the port has no GID.
     """
 
@@ -88,7 +88,7 @@ class DeviceInfo:
 
     @property
     def active(self) -> bool:
-        """Whether at least one port is ACTIVE."""
+        """Whether at least one port of the device is in the state ACTIVE."""
         return any(port.state is PortState.ACTIVE for port in self.ports)
 
 
@@ -108,12 +108,13 @@ class DeviceStatistics(ResourceStatistics):
 
 
 def devices() -> list[DeviceInfo]:
-    """Return the devices of this machine: RDMA devices first, the software device last.
+    """Return a list of the devices of this machine: RDMA devices first, the software device last.
 
-    Each device is opened for a moment to query it. A device that cannot be opened is listed with its
-    `DeviceInfo.problem`. Without libibverbs or pyverbs, only the software device is listed.
+    Each device is opened briefly to query it. A device that cannot be opened is listed with the reason as its
+    `DeviceInfo.problem`. If libibverbs or pyverbs is missing, only the software device is listed.
 
-    :raises VerbsError: a device was opened, but cannot be queried.
+    :returns: a `DeviceInfo` for each device.
+    :raises VerbsError: a device could be opened but not queried.
     """
     try:
         names = hardware.names()
@@ -123,16 +124,18 @@ def devices() -> list[DeviceInfo]:
 
 
 def _provider_of(name: str) -> str:
-    """Return ``"software"`` or ``"hardware"``; the device need not exist."""
+    """Return ``"software"`` or ``"hardware"``, judging a device by its name; the device need not exist."""
     return "software" if software.is_software(name) else "hardware"
 
 
 def _open_context(name: str, *, execution: Execution = "inline", delay_ns: int = 0) -> handles.Context:
-    """Open a device. The caller destroys the context.
+    """Open a software or RDMA device by its name.
 
-    :raises DeviceNotFoundError: there is no device of that name.
-    :raises ValueError: `execution` or `delay_ns` is not for this device, or the address in the name is invalid.
-    :raises LibraryNotFoundError: libibverbs or pyverbs is missing.
+    :returns: the open context, which the caller must destroy.
+    :raises DeviceNotFoundError: there is no device with that name.
+    :raises ValueError: `execution` or `delay_ns` is invalid or was given for an RDMA device; or the address in the name
+        of a software device, or an environment variable of the software device, is invalid.
+    :raises LibraryNotFoundError: the device is an RDMA device, and libibverbs or pyverbs is missing.
     :raises VerbsError: ``ibv_open_device`` failed.
     """
     if _provider_of(name) == "software":
@@ -149,9 +152,10 @@ def _open_context(name: str, *, execution: Execution = "inline", delay_ns: int =
 
 
 def _query_info(name: str) -> DeviceInfo:
-    """Open a device for a moment and return its description, with a ``problem`` if it cannot be opened.
+    """Open a device briefly to query it.
 
-    :raises VerbsError: the device was opened, but cannot be queried.
+    :returns: its description; if the device cannot be opened, it has no ports, and ``problem`` is the reason.
+    :raises VerbsError: the device could be opened but not queried.
     """
     try:
         context = _open_context(name)
@@ -165,9 +169,10 @@ def _query_info(name: str) -> DeviceInfo:
 
 
 def _port_info(context: handles.Context, number: int) -> PortInfo:
-    """Return the description of a port.
+    """Query a port and its GID table, and return the results as a `PortInfo`.
 
     :raises VerbsError: the port cannot be queried.
+    :raises LibraryNotFoundError: the context was imported from another process, and pyverbs or libibverbs is missing.
     """
     port = context.query_port(number)
     gids = gid_table(context, number)
@@ -176,7 +181,10 @@ def _port_info(context: handles.Context, number: int) -> PortInfo:
 
 
 def _native_types(context: handles.Context) -> list[str]:
-    """Return the object types that the provider implements, as in `DeviceInfo.native`, by creating one of each."""
+    """Return the optional object types that the provider implements, with the names used in `DeviceInfo.native`.
+
+    To find out, one object of each type is created and destroyed again.
+    """
     found = []
     made: list[handles.Handle] = []
     try:
@@ -199,11 +207,11 @@ def _native_types(context: handles.Context) -> list[str]:
 
 
 class Device(HandleResource[handles.Context]):
-    """An open device: ``ibv_open_device``. Any event loop may use it. Made by `open_device`, which lists what opening
-    raises.
+    """A device: ``ibv_open_device``. Any event loop may use it. Made by `open_device`, which lists the exceptions that
+    opening raises.
 
-    A device that is garbage collected while open is closed by the event loop that opened it. If that loop is closed
-    already, the next call that opens a device closes it.
+    A device that is garbage collected while open is closed by the event loop that opened it. If that loop is already
+    closed, the next call that opens a device closes it.
     """
 
     def __init__(
@@ -219,17 +227,17 @@ class Device(HandleResource[handles.Context]):
 
     @staticmethod
     def from_pyverbs(context: "PyverbsContext", *, max_native_thread_domains: int | None = None) -> "Device":
-        """Return a device, not open yet, over an open pyverbs context that the user continues to own.
+        """Return an unopened device that uses an open pyverbs context, which the user continues to own.
 
         Close this device before the pyverbs context: libibverbs requires that everything made from a context is
-        destroyed first, and pyverbs does not know about objects made here. If the user closes the context first, every
-        use of the device and of its resources raises `BorrowedObjectClosedError`; they can then only be closed, which
-        emits a ResourceWarning. Adopt protection domains and memory regions of the context with
-        `adopt_protection_domain` and `ProtectionDomain.adopt_memory_region`.
+        destroyed first, and pyverbs does not know about objects made by this library. If the user closes the context
+        first, every use of the device and of its resources raises `BorrowedObjectClosedError`; they can then only be
+        closed, which emits a ResourceWarning. Use `adopt_protection_domain` and `ProtectionDomain.adopt_memory_region`
+        to adopt protection domains and memory regions of the context.
 
         :param context: an open `pyverbs.device.Context`.
         :param max_native_thread_domains: as for `open_device`.
-        :returns: the device, not open yet.
+        :returns: the device, to be opened with ``async with`` or `Device.open`.
         :raises ValueError: `max_native_thread_domains` is negative; on opening: `context` is closed.
         :raises TypeError: on opening: `context` is not a `pyverbs.device.Context`.
         :raises LibraryNotFoundError: on opening: libibverbs or pyverbs is missing.
@@ -239,9 +247,11 @@ class Device(HandleResource[handles.Context]):
         return device
 
     def _make_context(self) -> handles.Context:
-        """Open or adopt the context of the device; the device destroys it.
+        """Open the context of the device, or adopt the user's pyverbs context.
 
-        Raises what opening raises: see `open_device` and `Device.from_pyverbs`.
+        Raises the exceptions that `open_device` and `from_pyverbs` list for opening.
+
+        :returns: the context, which the caller must destroy.
         """
         if self._user_context is not None:
             return hardware.adopt_context(self._user_context)
@@ -266,7 +276,7 @@ class Device(HandleResource[handles.Context]):
         start_if_enabled()
 
     def _check_open(self) -> None:
-        """Check that the device is open, and that the user has not closed a pyverbs context that it uses.
+        """Check that the device is open, and that the user has not closed the pyverbs context that it uses, if any.
 
         :raises ClosedResourceError: the device is not open.
         :raises BorrowedObjectClosedError: the user closed the pyverbs context.
@@ -287,7 +297,7 @@ class Device(HandleResource[handles.Context]):
 
     @property
     def software(self) -> bool:
-        """Whether this is a software device.
+        """Whether this is a software device, not an RDMA device.
 
         :raises ClosedResourceError: the device is not open.
         """
@@ -295,10 +305,10 @@ class Device(HandleResource[handles.Context]):
 
     @property
     def faults(self) -> FaultPlan:
-        """Fault plan of a software device.
+        """Fault plan of this software device, through which tests inject failures.
 
         The plan injects failures: verbs and work requests that fail, messages that are lost or delayed, a port that
-        goes down, a device that is lost. Its methods take queue pairs by their `handle`.
+        goes down, a device that is lost. Its methods expect the `handle` of a queue pair, not the queue pair itself.
 
         :raises ValueError: this is an RDMA device.
         :raises ClosedResourceError: the device is not open.
@@ -309,7 +319,7 @@ class Device(HandleResource[handles.Context]):
         return context.faults
 
     def attributes(self) -> DeviceAttributes:
-        """Return the attributes and limits of the device, queried by each call: ``ibv_query_device``.
+        """Query the device and return its attributes and limits as `DeviceAttributes`: ``ibv_query_device``.
 
         :raises ClosedResourceError: the device is not open.
         :raises VerbsError: the verb failed.
@@ -317,7 +327,7 @@ class Device(HandleResource[handles.Context]):
         return self.handle.query_device()
 
     def port(self, number: int = 1) -> PortAttributes:
-        """Return the current attributes of a port: ``ibv_query_port``.
+        """Query a port and return its current attributes as `PortAttributes`: ``ibv_query_port``.
 
         :param number: port number, from 1.
         :raises VerbsError: the verb failed, for example because the device has no such port.
@@ -337,8 +347,8 @@ class Device(HandleResource[handles.Context]):
     def adopt_protection_domain(self, pd: "PD") -> ProtectionDomain:
         """Return a protection domain over a pyverbs ``PD`` of the context that `from_pyverbs` adopted, to be opened.
 
-        The user continues to own the ``PD`` and closes it after this protection domain. Until then, closing the ``PD``
-        fails with EBUSY as long as a resource made from it here is open. If closing it succeeds, every later use of
+        The user continues to own the ``PD`` and must close it after this protection domain. While a resource made from
+        this protection domain is open, closing the ``PD`` fails with EBUSY. Once the ``PD`` is closed, every use of
         this protection domain raises `BorrowedObjectClosedError`. Adopt memory that the user registered on the ``PD``
         with `ProtectionDomain.adopt_memory_region`.
 
@@ -350,18 +360,19 @@ class Device(HandleResource[handles.Context]):
         return ProtectionDomain(self, self.handle, self._budget, lent=pd)
 
     def shared_protection_domain(self, shared_id: int, share_key: int) -> ProtectionDomain:
-        """Return an instance of a protection domain shared by another context of the same device, to be opened:
+        """Return an instance of a protection domain that another context of the same device shares, to be opened:
         ``ibv_share_pd``.
 
-        On a software device, the instance can be opened on any other context that this process has of the device, and
-        on a device made by `import_device`. On an RDMA device, it can be opened on the context that shares the domain
+        On a software device, the instance can be opened on any other context of the device in this process, and on a
+        device made by `import_device`. On an RDMA device, it can be opened on the context that shares the domain
         and on a device that `import_device` made over that context.
 
-        :param shared_id: `SharedProtectionDomain.id`.
+        :param shared_id: `SharedProtectionDomain.id`, 0..2**96-1.
         :param share_key: the key that the domain was shared with, 0..2**64-1.
-        :raises VerbsError: on opening: with ENOENT, no domain is shared by that id; with EACCES, the key is wrong; with
-            EXDEV, the id belongs to another device; with EOPNOTSUPP, the provider does not implement the verb.
-        :raises ValueError: `shared_id` or `share_key` does not fit in its bits.
+        :raises VerbsError: on opening: with ENOENT if no domain is shared under that id, with EACCES if the key is
+            wrong, with EXDEV if the id belongs to another device, with EOPNOTSUPP if the provider does not implement
+            the verb.
+        :raises ValueError: `shared_id` does not fit in 96 bits, or `share_key` does not fit in 64 bits.
         :raises TypeError: `shared_id` or `share_key` is not an integer.
         :raises ClosedResourceError: the device is not open.
         """
@@ -369,13 +380,13 @@ class Device(HandleResource[handles.Context]):
         return ProtectionDomain(self, self.handle, self._budget, (shared_id, share_key))
 
     def thread_domain(self, *, require_native: bool = False) -> ThreadDomain:
-        """Return a new thread domain of the event loop that opens it, to be opened: see `ThreadDomain`.
+        """Return a new thread domain, to be opened: see `ThreadDomain`. The event loop that opens it owns it.
 
-        :param require_native: raise on opening if the provider has no thread domains left, instead of opening a
-            non-native one.
+        :param require_native: True if opening must raise an error when the provider has no thread domains left; False
+            to open a non-native thread domain in this case.
         :raises ClosedResourceError: the device is not open.
         :raises RuntimeError: on opening: no asyncio event loop is running.
-        :raises VerbsError: on opening: the verb failed; with `require_native` also if no thread domains are left.
+        :raises VerbsError: on opening: the verb failed; with `require_native`, also if no thread domains are left.
         """
         return ThreadDomain(self, self.handle, self._budget, require_native=require_native)
 
@@ -391,16 +402,17 @@ class Device(HandleResource[handles.Context]):
     ) -> ResourceDomain:
         """Return a new resource domain, to be opened: see `ResourceDomain`.
 
-        :param pd: protection domain to build on; None: a new one.
-        :param thread_model: threads that may use the domain.
-        :param message_model: how the completion queues of the domain wait.
-        :param allocator: allocator of the memory of queues; None: the provider's own.
+        :param pd: protection domain to build on; None to build on a new one.
+        :param thread_model: rule for the threads that may use the domain.
+        :param message_model: how awaits on the completion queues of the domain wait.
+        :param allocator: allocator of the memory of queues; None for the provider's own.
         :param context: opaque user data, passed to the allocator.
-        :param require_native: raise on opening if the thread domain or parent domain would not be native.
+        :param require_native: True if opening must raise an error when the thread domain or parent domain would not be
+            native.
         :raises TypeError: `pd` is not a protection domain or one interchangeable with it, or `allocator` lacks the
             methods of `Allocator`.
-        :raises ClosedResourceError: the device is not open.
-        :raises RuntimeError: on opening with SINGLE: no asyncio event loop is running.
+        :raises ClosedResourceError: the device is not open; on opening: `pd` is not open.
+        :raises RuntimeError: on opening with the thread model SINGLE: no asyncio event loop is running.
         :raises VerbsError: on opening: a verb failed, or `require_native` cannot be met.
         """
         return ResourceDomain(
@@ -416,14 +428,15 @@ class Device(HandleResource[handles.Context]):
         )
 
     def loop_domain(self) -> AbstractAsyncContextManager[ResourceDomain, None]:
-        """Return an async context manager that enters the resource domain shared by all blocks on the running event
-        loop; ``async with`` gives that `ResourceDomain`, open.
+        """Return an async context manager for the resource domain that all such blocks on one event loop share.
 
-        The first block to enter opens the domain, the last block to leave closes it. If the loop is closed before the
-        last block leaves, the domain is dropped, and closed together with the device.
+        ``async with`` yields the open `ResourceDomain`. The first block to be entered on the loop opens the domain, and
+        the last one to be left closes it. If the loop is closed before that, the domain is dropped, and it is closed
+        together with the device.
 
+        :returns: the context manager; the exceptions below are raised on entering or leaving its block.
         :raises AffinityError: on leaving: the block was entered on another loop; nothing was done.
-        :raises RuntimeError: on entering: no asyncio event loop is running, or the manager is in a block already.
+        :raises RuntimeError: on entering: no asyncio event loop is running, or the context manager is already in use.
         :raises ClosedResourceError: on entering: the device is not open.
         :raises VerbsError: on entering: the domain cannot be opened.
         """
@@ -432,8 +445,8 @@ class Device(HandleResource[handles.Context]):
     def xrc_domain(self, fd: int = -1, oflag: int = os.O_CREAT) -> XrcDomain:
         """Return an XRC domain, to be opened: see `XrcDomain`.
 
-        :param fd: file descriptor of the inode that identifies the domain; -1: no inode, so no other process can open
-            it.
+        :param fd: file descriptor of the inode that identifies the domain; -1 for a domain without an inode, which no
+            other process can open.
         :param oflag: ``os.O_CREAT``, optionally with ``os.O_EXCL``; or 0 to open an existing domain only.
         :raises ClosedResourceError: the device is not open.
         :raises VerbsError: on opening: the verb failed.
@@ -441,31 +454,35 @@ class Device(HandleResource[handles.Context]):
         return XrcDomain(self, self.handle, fd, oflag)
 
     def events(self, resource: Resource | None = None) -> AsyncGenerator[DeviceEvent, None]:
-        """Iterate over asynchronous events of the device and of all resources made from it: ``ibv_get_async_event``.
+        """Return an iterator over asynchronous events of the device and of all resources made from it:
+        ``ibv_get_async_event``.
 
-        The iteration ends when the device is closed. Without a listener, the latest 1,024 events are queued. The event
-        loop that requests the first event owns the iterator.
+        The iteration ends when the device is closed. While there is no listener, the latest 1,024 events are queued.
+        The event loop that requests the first event owns the iterator.
 
-        :param resource: yield only events of this queue pair, completion queue or shared receive queue, as the `events`
-            of that resource does; the iteration then ends when the resource is closed. None: yield all events.
+        :param resource: queue pair, completion queue or shared receive queue whose events to yield, as its method
+            `events` does; the iteration then ends when the resource is closed. None to yield all events.
         :returns: an asynchronous iterator of `DeviceEvent`.
         :raises ClosedResourceError: the device is not open.
-        :raises AffinityError: on iterating: another event loop owns the iterator; nothing was done.
-        :raises OSError: on iterating: the process has no file descriptors left.
+        :raises AffinityError: during iteration: another event loop owns the iterator; nothing was done.
+        :raises RuntimeError: during iteration: no asyncio event loop is running.
+        :raises OSError: during iteration: the process has no file descriptors left.
         """
         self._check_open()
         return self._pump.listen(resource)
 
     def resources(self) -> ResourceInfo:
-        """Return a snapshot of the tree of resources made from this device, the device itself at its root.
+        """Return a snapshot of the tree of all resources made from this device, as a `ResourceInfo` of the device.
 
-        Rich prints the snapshot as a tree. The device need not be open.
+        The library Rich prints the snapshot as a tree. The device need not be open.
         """
         return self._lifecycle.info()
 
     def peers(self) -> tuple[Peer, ...]:
-        """Return the streams between this process and other processes, of all contexts of the software device in this
-        process.
+        """Return the network streams of the software device between this process and other processes.
+
+        The streams of all contexts of the software device in this process are included. New rejections of peers are
+        logged, as described in `refusals`.
 
         :returns: a `Peer` for each stream; an empty tuple for an RDMA device.
         :raises ClosedResourceError: the device is not open.
@@ -473,12 +490,11 @@ class Device(HandleResource[handles.Context]):
         return log_rejections(context).peers if isinstance(context := self.handle, SoftwareContext) else ()
 
     def refusals(self) -> tuple[RejectedPeer, ...]:
-        """Return the peers that the software device rejected most recently, or disconnected because of the data they
-        sent.
+        """Return the peers that the software device most recently rejected, or disconnected because of invalid data.
 
-        Each rejection is also logged once, as a warning of the logger ``aioverbs.fabric``. An event loop that uses the
-        device logs new rejections about once a second; this method, `peers` and the closing of the device log them at
-        once.
+        Each rejection is also logged once, as a warning by the logger ``aioverbs.fabric``. An event loop that uses the
+        device logs new rejections about once a second; calling this method or `peers` or closing the device logs them
+        immediately.
 
         :returns: a `RejectedPeer` with time, GID and reason for each rejection, oldest first; an empty tuple for an
             RDMA device, which reports none.
@@ -487,7 +503,9 @@ class Device(HandleResource[handles.Context]):
         return log_rejections(context).refusals if isinstance(context := self.handle, SoftwareContext) else ()
 
     def statistics(self) -> DeviceStatistics:
-        """Return counts of the open objects. Counts by object type exist for software devices only.
+        """Return counts of the open objects of the device, as `DeviceStatistics`.
+
+        Counts of each object type are available for software devices only.
 
         :raises ClosedResourceError: the device is not open.
         """
@@ -499,7 +517,10 @@ class Device(HandleResource[handles.Context]):
 
 
 async def _drain(context: handles.Context, pump: EventPump) -> None:
-    """Log the last rejections of a software device and end all iterations over events, before the device is closed."""
+    """Log rejections of peers that were not logged yet, and end all iterations over events.
+
+    Closing a device awaits this first. Only software devices with an address reject peers.
+    """
     if isinstance(context, SoftwareContext) and context.has_fabric:
         log_rejections(context)
     await pump.drain()
@@ -512,20 +533,20 @@ def open_device(
     execution: Execution = "inline",
     delay_ns: int = 0,
 ) -> Device:
-    """Return a `Device`, to be opened by ``async with`` or by `Device.open`.
+    """Return a `Device`, to be opened with ``async with`` or `Device.open`.
 
-    :param name: name of the device. None: the name in the environment variable AIOVERBS_DEVICE; without that variable,
-        the first RDMA device with an active port; without such a device, the software device, and the reason is logged
-        as a warning. A software device that other hosts connect to has its address and TCP port in its name:
-        ``"soft0@10.0.0.1:7470"`` or ``"soft0@[fd00::1]:7470"``. ``"soft0"`` stands for the device with the address in
-        AIOVERBS_SOFT_ADDRESS, if that variable is set. Each address is a separate device.
+    :param name: name of the device. None for the name in the environment variable AIOVERBS_DEVICE; if that is not set,
+        for the first RDMA device with an active port; if there is none, for the software device, with a warning that
+        gives the reason. A software device that other hosts connect to has its address and TCP port in its name:
+        ``"soft0@10.0.0.1:7470"`` or ``"soft0@[fd00::1]:7470"``. If the environment variable AIOVERBS_SOFT_ADDRESS
+        is set, ``"soft0"`` stands for the device with that address. Each address is a separate device.
     :param max_native_thread_domains: maximum number of native thread domains in use at once; further thread domains
-        open without being native. None: as many as the device has.
+        are opened as non-native ones. None for as many as the device has.
     :param execution: for the software device only: ``"inline"`` executes a work request in the call that posts it;
         ``"thread"`` executes it in a thread of the device, concurrently with the event loop, as hardware does.
     :param delay_ns: with ``"thread"`` only: minimum time from posting to execution, in nanoseconds.
-    :raises DeviceNotFoundError: on opening: there is no device of that name.
-    :raises LibraryNotFoundError: on opening: libibverbs or pyverbs is missing.
+    :raises DeviceNotFoundError: on opening: there is no device with that name.
+    :raises LibraryNotFoundError: on opening: the device is an RDMA device, and libibverbs or pyverbs is missing.
     :raises ValueError: `max_native_thread_domains` is negative. On opening: `execution` or `delay_ns` is invalid or was
         given for an RDMA device; or the address in the name of a software device, or an environment variable of the
         software device, is invalid.
@@ -535,7 +556,12 @@ def open_device(
 
 
 def _first_active() -> str:
-    """Return the name of the first RDMA device with an active port, else of the software device, with a warning."""
+    """Return the name of the first RDMA device with an active port.
+
+    If there is none, return the name of the software device and log a warning with the reason.
+
+    :raises VerbsError: an RDMA device could be opened but not queried.
+    """
     reasons = []
     try:
         names = hardware.names()
@@ -555,7 +581,10 @@ def _first_active() -> str:
 
 
 def open_arguments(device: Device) -> tuple[Execution, int, int | None]:
-    """Return the ``execution``, ``delay_ns`` and ``max_native_thread_domains`` that a device was made with."""
+    """Return a tuple of the ``execution``, ``delay_ns`` and ``max_native_thread_domains`` that a device was made with.
+
+    Other packages in the library use them to open the same device again.
+    """
     return device._execution, device._delay_ns, device._budget.limit
 
 

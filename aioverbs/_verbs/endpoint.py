@@ -20,7 +20,7 @@ _BITS = {"qp_num": 24, "psn": 24, "qkey": 32, "lid": 16, "max_rd_atomic": 8, "ma
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Addressing information of a queue pair, which a peer needs to connect to it or to send datagrams to it.
+    """Addressing information that a peer needs to connect to a queue pair or to send datagrams to it.
 
     :param gid: GID of the port, 16 bytes.
     :param qp_num: queue pair number, 0..2**24-1.
@@ -46,7 +46,7 @@ class Endpoint:
     lid: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
-        """Check the values.
+        """Check the values of all fields.
 
         :raises ValueError: a value is out of range.
         """
@@ -59,7 +59,7 @@ class Endpoint:
         QpType(self.qp_type)
 
     def __bytes__(self) -> bytes:
-        """Encode the endpoint as 35 bytes in network byte order, of which the first is the version of the encoding."""
+        """Return the endpoint encoded as 35 bytes in network byte order; the first byte is the encoding's version."""
         return _WIRE.pack(
             _VERSION,
             self.qp_type,
@@ -77,7 +77,7 @@ class Endpoint:
     def from_bytes(cls, data: "Buffer") -> Self:
         """Decode an endpoint.
 
-        :param data: 35 bytes that ``bytes(endpoint)`` returned.
+        :param data: the 35 bytes that ``bytes(endpoint)`` returned.
         :returns: the endpoint, equal to the encoded one.
         :raises ValueError: the version or the length of `data` is wrong, or a value is out of range.
         """
@@ -102,15 +102,17 @@ class Endpoint:
         )
 
     def path_to(self, remote: "Endpoint", *, port_num: int, sgid_index: int) -> AddressVector:
-        """Return the path from this endpoint to another one, as `QueuePair.to_rtr` takes it as the attribute ``av``.
+        """Return the path from this endpoint to a remote one, to be passed to `QueuePair.to_rtr` as ``av``.
 
-        The path uses the GID over Ethernet and to another InfiniBand subnet, and the LID alone within one subnet.
+        Over Ethernet, and between InfiniBand subnets, the path contains the remote GID. Within an InfiniBand subnet, it
+        contains only the remote LID.
 
         :param remote: endpoint that the path leads to.
         :param port_num: number of the local port, from 1.
-        :param sgid_index: index of this endpoint's GID in the GID table of that port.
-        :raises ValueError: one endpoint is on InfiniBand and the other on Ethernet, or `remote` has no GID over
-            Ethernet.
+        :param sgid_index: index of this endpoint's GID in the GID table of the local port.
+        :returns: the path as an `AddressVector`.
+        :raises ValueError: one endpoint is on InfiniBand and the other on Ethernet, or the path is over
+            Ethernet and `remote` has no GID.
         """
         if bool(self.lid) != bool(remote.lid):
             raise ValueError(f"one endpoint has a LID (InfiniBand), the other has none (Ethernet): {self}, {remote}")

@@ -1,4 +1,4 @@
-"""Devices over the context of another process, to open the protection domains that it shares."""
+"""Devices that import the context of another process in order to open the protection domains that it shares."""
 
 import socket
 from typing import Self
@@ -35,7 +35,7 @@ class ImportedDevice(Device):
     async def open(self) -> Self:
         """Open the device: request access from the process at the other end of the socket given to `import_device`.
 
-        See `import_device` for the exceptions.
+        Other exceptions are those that `import_device` lists for opening.
 
         :returns: the device itself, to be closed by the caller.
         :raises ClosedResourceError: the device was opened before.
@@ -53,7 +53,10 @@ class ImportedDevice(Device):
             received.close()
 
     def _make_context(self) -> handles.Context:
-        """Open the context of the received share. Raises what `import_device` says for opening."""
+        """Open the context to which the other process has given access, and return it; the caller must destroy it.
+
+        Raises the exceptions that `import_device` lists for opening.
+        """
         received = self._received.pop()
         self._lifecycle.hold(received.share)
         return received.open_context(self._name)
@@ -67,34 +70,37 @@ def import_device(
     name: str | None = None,
     max_native_thread_domains: int | None = None,
 ) -> Device:
-    """Return a `Device` that can open a protection domain of the process at the other end of a socket, to be opened.
+    """Return a `Device`, to be opened, that can use a protection domain of the process at the other end of a socket.
 
-    While the device is being opened, that process calls `SharedProtectionDomain.send`. On the open device,
+    While the device is being opened, the other process must call `SharedProtectionDomain.send`. On the open device,
     `Device.shared_protection_domain` returns an instance of the shared domain; other resources are made as on any
     device.
 
-    An RDMA device uses the context of that process. The kernel sees one context, which ends with its last file
-    descriptor: resources that a process leaves open when it dies exist until then. A software device belongs to this
-    process, with an address and queue pairs of its own; a process that dies loses only its own resources.
+    An RDMA device uses the context of the other process. For the kernel, this is one context, which exists until its
+    last file descriptor is closed; so do the resources that a process has left open when it dies. A software device
+    belongs to this process and has its own address and queue pairs; when a process dies, only its own resources are
+    lost.
 
     :param socket: connected non-blocking stream socket of the Unix domain. The caller continues to own the socket and
         must not read or write it while the device is being opened.
     :param shared_id: `SharedProtectionDomain.id`, 0..2**96-1.
     :param share_key: the key that the domain was shared with, 0..2**64-1.
     :param name: name of the software device of this process to use, as for `open_device`, if the shared device is a
-        software device; None: ``"soft0"``.
+        software device; None for ``"soft0"``.
     :param max_native_thread_domains: as for `open_device`.
     :raises TypeError: `shared_id` or `share_key` is not an integer.
-    :raises ValueError: `shared_id` or `share_key` does not fit in its bits, or `max_native_thread_domains` is negative.
-        On opening: `socket` is blocking or not a Unix stream socket, or `name` is given and the shared device is an
-        RDMA device.
-    :raises VerbsError: on opening: with ENOENT, EACCES or EXDEV, no domain is shared by that id, with that key, or on
-        that device; with EOPNOTSUPP, the provider does not implement ``ibv_import_device``; with EPROTO or
-        EPROTONOSUPPORT, the peer does not speak the protocol, or another version. For a software device also as for
+    :raises ValueError: `shared_id` does not fit in 96 bits, `share_key` does not fit in 64 bits, or
+        `max_native_thread_domains` is negative. On opening: `socket` is blocking or not a Unix stream socket, or
+        `name` is given and the shared device is an RDMA device.
+    :raises VerbsError: on opening: with ENOENT if no domain is shared under that id, with EACCES if the key is wrong,
+        with EXDEV if the id belongs to another device, with EOPNOTSUPP if the provider does not implement
+        ``ibv_import_device``, with EPROTO if the peer does not speak the protocol, with EPROTONOSUPPORT if it speaks
+        another version of the protocol. If the shared device is a software device, also for the reasons given in
         `open_device`.
     :raises BrokenResourceError: on opening: the peer closed the connection.
-    :raises DeviceNotFoundError: on opening: `name` is not that of a software device.
-    :raises LibraryNotFoundError: on opening: libibverbs is missing.
+    :raises RuntimeError: on opening: no asyncio event loop is running.
+    :raises DeviceNotFoundError: on opening: `name` is not the name of a software device.
+    :raises LibraryNotFoundError: on opening: libibverbs is missing and the shared device is an RDMA device.
     """
     check_share(shared_id, share_key)
     return ImportedDevice(socket, shared_id, share_key, name, max_native_thread_domains)

@@ -1,4 +1,4 @@
-"""The resource domain of an event loop, shared by blocks on it."""
+"""The resource domain of an event loop, shared by all blocks on that loop that use it."""
 
 import asyncio
 from collections.abc import Callable
@@ -25,12 +25,12 @@ class SharedDomain:
 
 
 class LoopDomain(OwnedBlock[ResourceDomain]):
-    """Async context manager that `Device.loop_domain` returns; ``async with`` gives the open resource domain.
+    """Async context manager that `Device.loop_domain` returns; ``async with`` yields the open resource domain.
 
-    A class instead of an async generator, because the end of an event loop closes its open generators, even in the
-    middle of an await.
+    This is a class instead of an async generator, because an event loop that ends closes its open generators, even in
+    the middle of an await.
 
-    :param make: makes a resource domain.
+    :param make: function that makes a resource domain, which is opened here.
     :param domains: shared resource domains of the device, by event loop.
     """
 
@@ -43,14 +43,14 @@ class LoopDomain(OwnedBlock[ResourceDomain]):
         self._entered: tuple[asyncio.AbstractEventLoop, SharedDomain] | None = None
 
     async def _begin(self) -> ResourceDomain:
-        """Return the open domain of the running loop, opened by its first block.
+        """Return the open resource domain of the running loop. The first block on the loop opens the domain.
 
-        Raises what opening a `ResourceDomain` raises.
+        Raises the exceptions that opening a `ResourceDomain` raises.
         """
         loop = running_loop()
         if turn := spend(LIGHT):
             await yield_to_loop(turn)
-        # No await from here on, during which another task could enter.
+        # There is no await from here onward, so no other task can enter a block in the meantime.
         for other in tuple(self._domains):
             if other.is_closed():
                 self._domains.pop(other, None)
@@ -66,9 +66,10 @@ class LoopDomain(OwnedBlock[ResourceDomain]):
     async def _end(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Leave the block; the last block closes the domain.
+        """Leave the block. If this is the last block on the domain, close the domain.
 
-        An error of closing is raised only if the block raised none; else it becomes a note of the block's exception.
+        If closing fails, its exception is raised, unless the block raised one: then a note about the failure is added
+        to the block's exception.
         """
         assert self._entered is not None
         (loop, shared), self._entered = self._entered, None

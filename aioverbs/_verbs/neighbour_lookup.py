@@ -1,4 +1,4 @@
-"""Calling verbs that wait for address resolution in helper threads, so that the event loop is not blocked."""
+"""Helper threads for verbs that wait for address resolution, so that the event loop is not blocked."""
 
 import asyncio
 import contextlib
@@ -15,15 +15,15 @@ from aioverbs.errors import VerbsError
 
 __all__ = ["may_block", "run_in_helper_thread"]
 
-# Maximum number of helper threads of a loop. The kernel gives up on a peer that does not answer after a second. A
-# server under many connection attempts abandons each of its 128 handshakes after half a second. So verbs for up to 256
-# silent peers are in progress at once, and verbs for other peers must not wait for them. In a test with 64 threads,
-# half of the other peers got no connection.
+# Maximum number of helper threads per loop. After one second, the kernel gives up on a peer that does not answer. A
+# server that receives many connection attempts abandons each of its 128 handshakes after half a second. So verbs for up
+# to 256 silent peers are in progress at once, and verbs for other peers must not wait for them. In a test with 64
+# threads, half of the other peers got no connection.
 _MAX_HELPERS = 256
 
 
 def may_block(context: handles.Context) -> bool:
-    """Return whether verbs of a device may wait for address resolution by other machines: True for RDMA devices."""
+    """Return whether verbs on a device may wait until other machines answer address requests: True for RDMA devices."""
     return not context.software
 
 
@@ -31,14 +31,15 @@ _limiter: RunVar[anyio.CapacityLimiter] = RunVar("helper threads")
 
 
 async def run_in_helper_thread(verb: str, function: Callable[[], object]) -> None:
-    """Call a function in a helper thread; each loop has a limited number of them, see `_MAX_HELPERS`.
+    """Call a function in a helper thread and wait until it has returned. Its exceptions are raised here.
 
-    Once the function is called, a cancellation is raised only after it has returned. The function is awaited through a
-    future, not a task, because a loop that ends would cancel a task. Exceptions of the function are raised here.
+    Each loop has at most `_MAX_HELPERS` helper threads; if all of them are busy, wait for one. Once the function has
+    been called, a cancellation is raised only after it has returned. The function is awaited through a future, not a
+    task, because a loop that ends would cancel a task.
 
-    :param verb: name of the verb that the function calls, for the error.
+    :param verb: name of the verb that the function calls, for the error message.
     :param function: function to call; its result is dropped.
-    :raises VerbsError: with EAGAIN, no thread can be started; the function was not called.
+    :raises VerbsError: with EAGAIN, if no thread can be started; the function was not called.
     """
     try:
         limiter = _limiter.get()

@@ -11,9 +11,10 @@ _MAX_GIDS = 1 << 8  # range of ``sgid_index`` in ``ibv_global_route``
 
 
 def gid_table(context: handles.Context, port: int) -> list[Gid]:
-    """Return the GIDs of a port with their indexes and types: ``ibv_query_gid_table``.
+    """Return the GID table of a port, as a list of `Gid`: ``ibv_query_gid_table``.
 
     :raises VerbsError: the verb failed.
+    :raises LibraryNotFoundError: the context was imported from another process, and pyverbs or libibverbs is missing.
     """
     if context.software:
         return software.gid_table(context, port)
@@ -21,11 +22,11 @@ def gid_table(context: handles.Context, port: int) -> list[Gid]:
 
 
 def check_port(context: handles.Context, port: int, gid_index: int | None = None) -> None:
-    """Check that the device has a port, and that the port's GID table has an index.
+    """Check that the device has the given port, and that the port's GID table has the given index.
 
     :param context: context of the device.
     :param port: number of the port.
-    :param gid_index: index in the GID table; None: check the port only.
+    :param gid_index: index in the GID table; None to check only the port.
     :raises ValueError: the port or the index does not exist.
     :raises VerbsError: the port cannot be queried.
     """
@@ -42,7 +43,7 @@ def check_port(context: handles.Context, port: int, gid_index: int | None = None
 
 
 def limits_of(context: handles.Context, port: int) -> Limits:
-    """Return the limits of queue pairs on a port.
+    """Query the device and a port, and return the `Limits` that apply to queue pairs on that port.
 
     :raises VerbsError: the device has no such port, or cannot be queried.
     """
@@ -50,7 +51,7 @@ def limits_of(context: handles.Context, port: int) -> Limits:
 
 
 def gid_index(context: handles.Context, port: int) -> int:
-    """Return the index in a port's GID table of the GID to send from: see `aioverbs.gid_selection.select_gid_index`.
+    """Return the index of the GID to send from in a port's GID table, as `select_gid_index` chooses it.
 
     :raises ValueError: the port does not exist or has no GID.
     :raises VerbsError: the GID table cannot be queried.

@@ -44,13 +44,13 @@ _NO_PARENT_DOMAIN = {errno.EOPNOTSUPP, errno.EINVAL}
 
 
 class _Allocators:
-    """Allocator of shared memory of a protection domain, made on first use and closed with the domain."""
+    """Shared memory allocator of a protection domain, made on first use and closed together with the domain."""
 
     def __init__(self) -> None:
         self.shared: NativeAllocator | None = None
 
     def destroy(self) -> None:
-        """Close the allocator's memory, even if the user still refers to the allocator."""
+        """Close the memory of the allocator, if one was made, even if the user still has a reference to it."""
         shared, self.shared = self.shared, None
         if isinstance(shared, SharedMemoryAllocator):
             shared.close()
@@ -61,46 +61,49 @@ class InterchangeableDomain(Domain):
 
     @property
     def base(self) -> "ProtectionDomain":
-        """Protection domain that memory is registered on."""
+        """The protection domain itself, or the one that this domain is built on; memory is registered on it."""
         raise NotImplementedError
 
     @property
     def shared_memory(self) -> NativeAllocator:
-        """Allocator of memory for regions that other processes with an instance of this domain can use.
+        """Allocator of memory for regions that other processes can use if they have an instance of this domain.
 
             async with pd.share(key), pd.register(1 << 30, access, pd.shared_memory) as region: ...
 
-        On a software device this is a `SharedMemoryAllocator`; keys of any other memory are valid only in the process
-        that registered it. On an RDMA device any memory can be used, and this is a `SharedPageAllocator`.
+        On a software device this is a `SharedMemoryAllocator`; the keys of memory from another source are valid only in
+        the process that registered it. On an RDMA device this is a `SharedPageAllocator`, but memory from any source
+        can be used.
 
-        :raises VerbsError: with EINVAL, the domain is not shared; with ENOMEM or EMFILE, the memory cannot be mapped.
+        :raises VerbsError: on a software device: with EINVAL if the domain is not shared, with ENOMEM or EMFILE if the
+            memory cannot be mapped.
         :raises ClosedResourceError: the domain is not open.
         """
         return self.base._shared_allocator()
 
     def import_memory_region(self, key: int) -> ImportedMemoryRegion:
-        """Return a memory region that another process registered with its instance of this domain, to be opened.
+        """Return a memory region, to be opened, for memory that another process registered on its instance of this
+        domain.
 
-        Use the region in local work requests of this process, as memory to send from and receive into and as local
-        buffer of reads and writes: see `ImportedMemoryRegion`. Peers do not need this; they access the memory by its
-        key through queue pairs of either process.
+        This process can then use the memory in its own work requests, to send from, to receive into and as the local
+        buffer of reads and writes: see `ImportedMemoryRegion`. Peers do not need this; they use the key of the memory
+        to access it through queue pairs of either process.
 
         :param key: `MemoryRegion.rkey` in the other process, 0..2**32-1.
         :raises TypeError: `key` is not an integer.
         :raises ClosedResourceError: the domain is not open.
-        :raises VerbsError: on opening: with ENOENT, no region of the domain has that key; with EFAULT, its memory is
-            not from `shared_memory`; with EOPNOTSUPP, this is an RDMA device.
+        :raises VerbsError: on opening: with ENOENT if no region of the domain has that key, with EFAULT if the memory
+            of the region is not from `shared_memory`, with EOPNOTSUPP if this is an RDMA device.
         """
         return ImportedMemoryRegion(self.base, self.base.handle, key)
 
     def share(self, share_key: int) -> "SharedProtectionDomain":
-        """Return a `SharedProtectionDomain`, not open yet, that shares this domain with other contexts of the device.
+        """Return a `SharedProtectionDomain`, to be opened, which shares this domain with other contexts of the device.
 
         :param share_key: secret that other contexts need to open the domain, 0..2**64-1.
-        :raises TypeError: the key is not an integer.
-        :raises ValueError: the key does not fit in 64 bits.
+        :raises TypeError: `share_key` is not an integer.
+        :raises ValueError: `share_key` does not fit in 64 bits.
         :raises ClosedResourceError: on opening: the domain is not open.
-        :raises VerbsError: on opening: with EOPNOTSUPP, the provider does not implement these verbs; with EEXIST, the
+        :raises VerbsError: on opening: with EOPNOTSUPP if the provider does not implement sharing, with EEXIST if the
             domain is already shared.
         """
         return SharedProtectionDomain(self.base, share_key)
@@ -115,22 +118,23 @@ class InterchangeableDomain(Domain):
     ) -> "ParentDomain":
         """Return a parent domain over this domain, to be opened: see `ParentDomain`.
 
-        :param td: thread domain whose event loop is to own the resources made on the parent domain; None: any thread
-            may use them.
-        :param allocator: allocator of the memory of queues; None: the provider's own.
+        :param td: thread domain whose event loop is to own the resources made on the parent domain; None to let any
+            thread use them.
+        :param allocator: allocator of the memory of queues; None for the provider's own.
         :param context: opaque user data, passed to the allocator.
-        :param require_native: raise on opening if the provider has no parent domains or `td` is not native.
+        :param require_native: True if opening must raise an error when the provider has no parent domains or `td` is
+            not native; False to continue without native ones.
         :raises TypeError: `td` is not a thread domain, or `allocator` lacks the methods of `Allocator`.
         :raises ClosedResourceError: on opening: this domain or `td` is not open.
-        :raises VerbsError: on opening: the verb failed; with EOPNOTSUPP also if `require_native` cannot be met.
+        :raises VerbsError: on opening: the verb failed; with EOPNOTSUPP, also if `require_native` cannot be met.
         """
         return ParentDomain(self, td, allocator, context, require_native=require_native)
 
 
 def base_protection_domain(what: str, pd: object) -> "ProtectionDomain":
-    """Return the protection domain under a domain.
+    """Return the protection domain that a domain is built on; for a protection domain, return that domain.
 
-    :param what: name of the resource being made, for the error.
+    :param what: kind of the resource that is being made, for the error message.
     :param pd: a protection domain, or a domain interchangeable with one.
     :raises TypeError: `pd` is something else.
     """
@@ -140,11 +144,11 @@ def base_protection_domain(what: str, pd: object) -> "ProtectionDomain":
 
 
 def with_base(pd: Resource) -> tuple[Resource, ...]:
-    """Return the parents of a resource made from a domain: the domain and, if it is another one, the protection domain
-    under it.
+    """Return a tuple of the parents that a resource made from a domain must have.
 
-    The verbs close a protection domain only after all parent domains over it, including those made from another parent
-    domain.
+    This is the domain itself and, if that is a parent or resource domain, the protection domain that it is built on:
+    the verbs require that a protection domain is closed after all parent domains over it, including those that were
+    made from another parent domain.
     """
     return (pd, pd.base) if isinstance(pd, InterchangeableDomain) and pd.base is not pd else (pd,)
 
@@ -152,8 +156,8 @@ def with_base(pd: Resource) -> tuple[Resource, ...]:
 class ProtectionDomain(InterchangeableDomain):
     """A protection domain: ``ibv_alloc_pd``. Any event loop may use it.
 
-    Made by `Device.protection_domain`, or over a domain of other code by `Device.adopt_protection_domain` and
-    `Device.shared_protection_domain`, which list what opening raises.
+    Made by `Device.protection_domain`; `Device.adopt_protection_domain` and `Device.shared_protection_domain` make one
+    from a protection domain that already exists. These methods list the exceptions that opening raises.
     """
 
     def __init__(
@@ -189,14 +193,14 @@ class ProtectionDomain(InterchangeableDomain):
 
     @property
     def cache(self) -> RegistrationCache:
-        """Cache of memory registrations of this domain: see `RegistrationCache`."""
+        """Cache of the memory registrations on this domain: see `RegistrationCache`."""
         return self._cache
 
     def _queue_location(self) -> QueueLocation:
         return QueueLocation(self.handle, self.handle, None, native=False)
 
     def _shared_allocator(self) -> NativeAllocator:
-        """Return the allocator of `shared_memory`, made by the first call.
+        """Return the allocator that is the value of `shared_memory`. The first call makes it.
 
         :raises VerbsError: as for `shared_memory`.
         :raises ClosedResourceError: the domain is not open.
@@ -208,9 +212,10 @@ class ProtectionDomain(InterchangeableDomain):
 
 
 def _shared_memory(handle: handles.ProtectionDomain) -> NativeAllocator:
-    """Return a new allocator of memory that other processes with an instance of the domain can use.
+    """Return a new allocator of memory that other processes can use if they have an instance of the domain.
 
-    :raises VerbsError: with EINVAL, the domain is not shared; with ENOMEM or EMFILE, the memory cannot be mapped.
+    :raises VerbsError: on a software device: with EINVAL if the domain is not shared, with ENOMEM or EMFILE if the
+        memory cannot be mapped.
     """
     if not handle.context.software:
         return SharedPageAllocator()
@@ -227,25 +232,25 @@ class SharedProtectionDomain(Resource):
 
     Made by `ProtectionDomain.share`.
 
-    The domain remains shared while this object is open; on the software device, while any instance is open, because no
-    verb ends the sharing. The domain is destroyed together with its last instance, in any process.
+    The domain remains shared while this object is open; on the software device, it remains shared while any instance is
+    open, because no verb ends the sharing. The domain is destroyed together with its last instance in any process.
 
-    Other processes receive the domain by `send`. On an RDMA device they import the context (``ibv_import_device``) and
-    the domain (``ibv_import_pd``). On the software device they map the file that holds the domain; other contexts that
-    this process has of the device can open the domain without `send`.
+    Other processes receive the domain through `send`. On an RDMA device they import the context (``ibv_import_device``)
+    and the domain (``ibv_import_pd``). On the software device they map the file that holds the domain; in this process,
+    other contexts of the device can open the domain without `send`.
 
-    A region registered with one instance can be used, by its keys, by the queue pairs of all instances while the region
-    is open. On the software device its memory must come from `ProtectionDomain.shared_memory` to be used by other
-    processes. Memory windows can be used only with the instance that they were made on. Closing a region waits until
-    other instances have finished accessing it. On the software device, at most 240 processes can use a domain at once,
-    and each can have at most 65,536 regions and windows of it.
+    While a region that was registered on one instance is open, the queue pairs of all instances can access it with its
+    keys. On the software device, other processes can do so only if its memory comes from
+    `ProtectionDomain.shared_memory`. Memory windows can be used only with the instance that they were made on. Closing
+    a region waits until other instances have finished accessing it. On the software device, at most 240 processes can
+    use a domain at once, and each can have at most 65,536 regions and windows of it.
 
     :param pd: protection domain to share.
     :param share_key: secret that other contexts need to open the domain, 0..2**64-1.
-    :raises TypeError: the key is not an integer.
-    :raises ValueError: the key does not fit in 64 bits.
+    :raises TypeError: `share_key` is not an integer.
+    :raises ValueError: `share_key` does not fit in 64 bits.
     :raises ClosedResourceError: on opening: the protection domain is not open.
-    :raises VerbsError: on opening: with EOPNOTSUPP, the provider does not implement these verbs; with EEXIST, the
+    :raises VerbsError: on opening: with EOPNOTSUPP if the provider does not implement sharing, with EEXIST if the
         domain is already shared.
     """
 
@@ -262,25 +267,28 @@ class SharedProtectionDomain(Resource):
         lifecycle_of(self._pd).hold(self._share)
 
     async def send(self, socket: socket.socket) -> None:
-        """Give the domain to the process at the other end of a socket, which calls `import_device`: answer one request.
+        """Give the process at the other end of a socket access to the domain, by answering one request from it.
 
-        The peer gets access to more than the domain. On an RDMA device it gets the context's descriptor, through which
-        it can access everything made from this device. On the software device it gets all memory of
-        `ProtectionDomain.shared_memory`. After a cancellation, or an error that is not a rejection of the peer, the
-        socket cannot be used any more.
+        The other process must call `import_device`. It gets access to more than the domain: on an RDMA device it gets
+        the context's descriptor, through which it can access everything made from this device; on the software device
+        it gets all memory of `ProtectionDomain.shared_memory`. After a cancellation, or an error that is not a
+        rejection of the peer, the socket can no longer be used.
 
-        The request proves that its author knows the key. It does not prove that the author is the process that holds
-        this socket: a process that receives requests for the domain can forward one and would be given the domain.
-        Verify by other means which process holds the socket, for example by the permissions of the socket's directory
-        or by SO_PEERCRED.
+        The request proves that its author knows the key. It does not prove that its author is the process at the other
+        end of this socket: a process that receives requests for the domain could forward one and would be given access.
+        Verify by other means which process is at the other end, for example with SO_PEERCRED or the permissions of the
+        socket's directory.
 
         :param socket: connected non-blocking stream socket of the Unix domain. The caller continues to own the socket
             and must not read or write it during the call.
-        :raises VerbsError: the peer was rejected and informed: with ENOENT, EACCES or EXDEV, the request names another
-            id, key or device; with EPROTO or EPROTONOSUPPORT, the request is malformed or of another version. Also with
-            EPROTO, without informing the peer, if the request carried file descriptors: then the socket is closed.
+        :raises VerbsError: the peer was rejected and informed: with ENOENT, EACCES or EXDEV if the request contains
+            another id, key or device; with EPROTO or EPROTONOSUPPORT if the request is malformed or of another version.
+            Also with EPROTO, without informing the peer, if the request carried file descriptors: the socket is closed
+            in this case.
+        :raises OSError: with EMFILE: the process has no file descriptors left.
         :raises ValueError: `socket` is blocking or not a Unix stream socket.
         :raises BrokenResourceError: the peer closed the connection.
+        :raises RuntimeError: no asyncio event loop is running.
         :raises ClosedResourceError: the shared protection domain is not open.
         """
         self._check_open()
@@ -289,9 +297,10 @@ class SharedProtectionDomain(Resource):
 
     @property
     def id(self) -> int:
-        """Id that `Device.shared_protection_domain` takes, 0..2**96-1; it identifies the device as well.
+        """Id of the shared domain, to be passed to `Device.shared_protection_domain` or `import_device`: 0..2**96-1.
 
-        The id remains available after closing, because other instances of the domain may still be open.
+        The id identifies the device as well. It remains available after this object is closed, because other instances
+        of the domain may still be open.
 
         :raises ClosedResourceError: the shared protection domain was never opened.
         """
@@ -307,19 +316,19 @@ class ParentDomain(InterchangeableDomain):
     provider supports that. Memory registered on the protection domain can be used with the parent domain, and vice
     versa.
 
-    Made by the `parent_domain` of a protection domain or of another parent domain. The thread domain and the allocator
-    of that other parent domain are not inherited.
+    Made by the method `parent_domain` of a protection domain or of another parent domain. The thread domain and the
+    allocator of that other parent domain are not inherited.
 
     :param pd: protection domain, or domain interchangeable with one.
-    :param td: thread domain whose event loop is to own the resources made on the parent domain; None: any thread may
+    :param td: thread domain whose event loop is to own the resources made on the parent domain; None to let any thread
         use them.
-    :param allocator: allocator of the memory of queues; None: the provider's own.
+    :param allocator: allocator of the memory of queues; None for the provider's own.
     :param context: opaque user data, kept as the attribute `context` and passed to the allocator.
-    :param require_native: raise if the provider has no parent domains or `td` is not native, instead of opening
-        without.
+    :param require_native: True if opening must raise an error when the provider has no parent domains or `td` is not
+        native; False to continue without native ones.
     :raises TypeError: `pd` or `td` is of another type, or `allocator` lacks the methods of `Allocator`.
     :raises AffinityError: on opening: the event loop of `td` is another one.
-    :raises VerbsError: on opening: the verb failed; with EOPNOTSUPP also if `require_native` cannot be met.
+    :raises VerbsError: on opening: the verb failed; with EOPNOTSUPP, also if `require_native` cannot be met.
     """
 
     def __init__(
@@ -348,9 +357,12 @@ class ParentDomain(InterchangeableDomain):
         return self._td.owner if self._td is not None else None
 
     def _open(self) -> None:
-        """Create the parent domain; if the provider has none and none is required, use the protection domain instead.
+        """Create the parent domain.
 
-        :raises VerbsError: the verb failed; with EOPNOTSUPP also if ``require_native`` cannot be met.
+        If the provider does not support parent domains and ``require_native`` is False, log a warning and use the
+        protection domain instead.
+
+        :raises VerbsError: the verb failed; with EOPNOTSUPP, also if ``require_native`` cannot be met.
         :raises ClosedResourceError: the protection domain or the thread domain is not open.
         """
         td = self._td.handle if self._td is not None else None
@@ -375,18 +387,19 @@ class ParentDomain(InterchangeableDomain):
 
     @property
     def base(self) -> ProtectionDomain:
-        """Protection domain that memory is registered on."""
+        """Protection domain that this parent domain is built on; memory is registered on it."""
         return self._pd
 
     @property
     def td(self) -> ThreadDomain | None:
-        """Thread domain that this parent domain was made with; None if it was made without."""
+        """Thread domain that this parent domain was made with; None if it was made without one."""
         return self._td
 
     @property
     def native(self) -> bool:
-        """Whether the parent domain is open and is one of the provider; otherwise its protection domain is used
-        instead.
+        """Whether the parent domain is open and was created by the provider.
+
+        If the provider does not support parent domains, the protection domain is used instead.
         """
         return self._is_native and self.state is ResourceState.OPEN
 
@@ -395,12 +408,12 @@ class ParentDomain(InterchangeableDomain):
 
     @property
     def native_allocators(self) -> bool:
-        """Whether the domain is open and native and has an allocator, which the provider may then call."""
+        """Whether the domain is open, native and has an allocator, so that the provider may call the allocator."""
         return self.native and self.allocator is not None
 
 
 def can_send_to_processes(shared: SharedProtectionDomain) -> bool:
-    """Return whether a domain can be sent to other processes: True once it was opened."""
+    """Return whether the domain was opened, so that `SharedProtectionDomain.send` can send it to other processes."""
     return shared._share is not None
 
 

@@ -30,10 +30,10 @@ _INIT, _RTR, _RTS = QpState.INIT, QpState.RTR, QpState.RTS
 class Connectable(AsyncEventSource[handles.QueuePair]):
     """Base class of queue pairs that implements their state transitions.
 
-    Each method first queries the current state and then checks the attributes: missing, unexpected and out-of-range
-    ones raise `TransitionError` before anything is changed. ``**attributes`` are those of ``ibv_modify_qp``, with the
-    same names (see `QpAttrs`). A required attribute that is not given has a default, unless only the peer knows its
-    value.
+    Each method that makes a transition first queries the current state and then checks the attributes: missing,
+    unexpected and out-of-range ones raise `TransitionError` before anything is changed. ``**attributes`` are those of
+    ``ibv_modify_qp``, with the same names (see `QpAttrs`). If a required attribute is not given, a default is used,
+    unless only the peer knows the value.
     """
 
     qp_type: QpType
@@ -50,11 +50,11 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         self._connect_task: asyncio.Task[None] | None = None  # connect task, which outlives a cancelled caller
 
     def _in_flight(self) -> int:
-        """Return the number of work requests in flight."""
+        """Return the number of posted work requests, in both queues together, that have not completed."""
         raise NotImplementedError
 
     def _on_transition(self, state: QpState) -> None:
-        """React to a transition of the queue pair to `state`, which has already taken place."""
+        """Update the work requests after a transition of the queue pair to `state`. Subclasses override this method."""
 
     def _breaking_error(self) -> BaseException | None:
         """Return the error that broke the queue pair since it was last reset; None if there is none."""
@@ -64,7 +64,7 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
 
     @property
     def qp_state(self) -> QpState:
-        """State after the last transition made here, or as last returned by `query`.
+        """State after the last transition that this object made, or as last returned by `query`, whichever is later.
 
         The device moves the queue pair to ERR by itself when an error occurs; `query` returns the actual state.
         """
@@ -72,15 +72,17 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
 
     @property
     def remote_endpoint(self) -> Endpoint | None:
-        """Endpoint of the connected peer; None if unconnected, or connected by raw attributes."""
+        """Endpoint of the connected peer; None if not connected, or if connected with raw attributes."""
         return self._remote
 
     def query(self) -> QpAttributes:
-        """Return the state and attributes of the queue pair, as the device reports them now: ``ibv_query_qp``.
+        """Query the device for the current state and attributes of the queue pair: ``ibv_query_qp``.
 
+        :returns: the state and attributes, as a new `QpAttributes`.
         :raises ClosedResourceError: the queue pair is not open.
         :raises AffinityError: another event loop owns the queue pair; nothing was done.
         :raises BusyResourceError: `establish` is in progress.
+        :raises ConcurrentAccessError: another thread is inside a verb on the same unlocked domain; nothing was done.
         :raises VerbsError: the verb failed.
         """
         found = self.handle.query()
@@ -89,21 +91,23 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
 
     @property
     def gid_index(self) -> int:
-        """Index of the port's GID that the queue pair sends from.
+        """Index of the port's GID that the queue pair sends from, as given when the queue pair was made.
 
-        :raises ValueError: no index was chosen when the queue pair was made, and the port has no GID.
-        :raises ClosedResourceError: no index was chosen yet, and the queue pair is not open.
-        :raises VerbsError: no index was chosen yet, and the GID table cannot be queried.
+        If no index was given, the first use of this property chooses one: see `QueuePair`.
+
+        :raises ValueError: an index must be chosen, and the port has no GID.
+        :raises ClosedResourceError: an index must be chosen, and the queue pair is not open.
+        :raises VerbsError: an index must be chosen, and the GID table cannot be queried.
         """
         if self._gid_index is None:
             self._gid_index = gid_index(self.handle.context, self._port)
         return self._gid_index
 
     def local_endpoint(self) -> Endpoint:
-        """Return the endpoint of this queue pair, to be sent to the peer. `to_reset` changes the endpoint.
+        """Return the `Endpoint` of this queue pair, to be sent to the peer. It is different after `to_reset`.
 
-        On soft-RoCE, the ``max_dest_rd_atomic`` of a queue pair that was connected before is at most the one of its
-        first connection, to avoid a kernel bug.
+        On soft-RoCE, if the queue pair was connected before, its ``max_dest_rd_atomic`` is at most the value that the
+        last connection used, to avoid a kernel bug.
 
         :raises ValueError: the port has no GID, or no GID at the index that the queue pair was made with.
         :raises ClosedResourceError: the queue pair is not open.
@@ -133,13 +137,13 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         )
 
     def path_to(self, remote: Endpoint) -> AddressVector:
-        """Return the path from this queue pair's port to a peer.
+        """Return the path from this queue pair's port to a peer, as an `AddressVector`.
 
-        Use ``dataclasses.replace`` to set a traffic class or a service level, and pass the result as the attribute
-        ``av``.
+        To set a traffic class or a service level, change the path with ``dataclasses.replace`` and pass the result to
+        `connect` or `to_rtr` as the attribute ``av``.
 
         :param remote: endpoint of the peer.
-        :raises ValueError: no path leads to the peer (see `Endpoint.path_to`), or the port of this end has no GID.
+        :raises ValueError: no path leads to the peer (see `Endpoint.path_to`), or this queue pair's port has no GID.
         :raises ClosedResourceError: the queue pair is not open.
         :raises VerbsError: the device or the port cannot be queried.
         """
@@ -148,16 +152,18 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
     # ---- Transition to RTS
 
     def connect(self, remote: Endpoint, access: AccessFlags | None = None, **attributes: Unpack[QpAttrs]) -> None:
-        """Connect the queue pair to a peer: move it from RESET or INIT to RTS by ``ibv_modify_qp``.
+        """Connect the queue pair to a peer: move it from RESET or INIT to RTS with ``ibv_modify_qp``.
 
         The peer connects to this queue pair's `local_endpoint` in the same way. On RDMA devices the call may block the
         event loop while the kernel resolves the peer's address; use `establish` to avoid that.
 
         :param remote: endpoint of the peer.
         :param access: operations that the peer may perform through the connection: ``REMOTE_READ``, ``REMOTE_WRITE``,
-            ``REMOTE_ATOMIC``. None: none, or in INIT the flags that were set with that transition.
+            ``REMOTE_ATOMIC``. None for no operations; if the queue pair is already in INIT, None for the flags that
+            were set on the transition to INIT.
         :param attributes: attributes such as ``timeout``, ``retry_cnt``, ``rnr_retry``, ``min_rnr_timer`` or ``av``. By
-            default, ``av`` is `path_to` the peer, and reads and atomics in flight are as many as both devices support.
+            default, ``av`` is the `path_to` the peer, and as many reads and atomics can be in flight as both devices
+            support.
         :raises TransitionError: the queue pair is in another state, or an attribute is out of range or does not apply
             to its type.
         :raises ValueError: the peer's type does not match, no path leads to the peer, or the queue pair is of type UD,
@@ -166,7 +172,8 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         :raises ClosedResourceError: the queue pair is not open.
         :raises AffinityError: another event loop owns the queue pair; nothing was done.
         :raises BusyResourceError: `establish` is in progress.
-        :raises VerbsError: ``ibv_modify_qp`` failed; the queue pair stays in the last state that it reached.
+        :raises ConcurrentAccessError: another thread is inside a verb on the same unlocked domain.
+        :raises VerbsError: a verb failed; the queue pair stays in the last state that it reached.
         """
         for wanted, changes in self._plan_connect(remote, access, attributes):
             self._transition(wanted, changes, remote)
@@ -178,9 +185,10 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
 
         On RDMA devices the kernel resolves the peer's address when a queue pair moves to RTR, which takes seconds if
         the peer does not answer. A helper thread calls that verb; each loop has at most 256 helper threads. While the
-        verb is in progress, every other use of the queue pair raises `BusyResourceError`, except that closing waits. A
-        cancellation is raised only after the verb has ended. Messages that arrive meanwhile are received. Receives that
-        wait for a slot, and receives whose messages are released, are posted after the verb has ended.
+        verb is in progress, every other use of the queue pair raises `BusyResourceError`, except that closing it waits
+        for the verb. A cancellation is raised only after the verb has ended. Messages that arrive in the meantime are
+        received, but no receives are posted: those that wait for a slot, or whose memory was released, are posted when
+        the verb has ended.
 
         :param remote: as for `connect`.
         :param access: as for `connect`.
@@ -188,23 +196,24 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         :raises TransitionError: as for `connect`.
         :raises ValueError: as for `connect`.
         :raises TypeError: as for `connect`.
-        :raises ClosedResourceError: the queue pair is not open, or was closed while connecting.
+        :raises ClosedResourceError: the queue pair is not open, or was closed while it was being connected.
         :raises AffinityError: another event loop owns the queue pair; nothing was done.
         :raises BusyResourceError: another `establish` is in progress.
-        :raises VerbsError: as for `connect`; with EAGAIN, no helper thread can be started.
-        :raises BrokenResourceError: the completion queue failed or a receive failed while connecting.
+        :raises ConcurrentAccessError: as for `connect`.
+        :raises VerbsError: as for `connect`; with EAGAIN, if no helper thread can be started.
+        :raises BrokenResourceError: the completion queue or a receive failed while the queue pair was being connected.
         """
         await self._run_plan(self._plan_connect(remote, access, attributes), remote)
 
     def _plan_connect(
         self, remote: Endpoint, access: AccessFlags | None, attributes: QpAttrs
     ) -> list[tuple[QpState, QpAttrs]]:
-        """Return the transitions that connect the queue pair to a peer, and the attributes of each.
+        """Return the transitions that connect the queue pair to a peer, and the attributes of each; change nothing.
 
-        Errors are those of `connect`, except failures of ``ibv_modify_qp``.
+        Raises the exceptions that `connect` lists, except those of ``ibv_modify_qp``.
 
         :param remote: endpoint of the peer.
-        :param access: operations that the peer may perform; None: as for `connect`.
+        :param access: operations that the peer may perform; None as for `connect`.
         :param attributes: attributes given by the caller; `access` is added to them.
         :returns: pairs of a state to move to and its attributes, in order.
         """
@@ -220,14 +229,15 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         """Move a queue pair of type UD from RESET or INIT to RTS, to send and receive datagrams: ``ibv_modify_qp``.
 
         :param attributes: attributes such as ``qkey``, the key that datagrams to this queue pair must carry,
-            0..2**32-1. By default, the key is random and part of the `local_endpoint`.
+            0..2**32-1. By default, a random key is used, which the `local_endpoint` contains.
         :raises TransitionError: the queue pair is in another state, or an attribute is out of range or does not apply
             to UD.
-        :raises ValueError: the queue pair is of another type.
+        :raises ValueError: the queue pair is not of type UD.
         :raises ClosedResourceError: the queue pair is not open.
         :raises AffinityError: another event loop owns the queue pair; nothing was done.
         :raises BusyResourceError: `establish` is in progress.
-        :raises VerbsError: ``ibv_modify_qp`` failed; the queue pair stays in the last state that it reached.
+        :raises ConcurrentAccessError: another thread is inside a verb on the same unlocked domain.
+        :raises VerbsError: a verb failed; the queue pair stays in the last state that it reached.
         """
         found = self.query().qp_state
         if self.qp_type is not QpType.UD:
@@ -238,50 +248,57 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
     # ---- Single transitions
 
     def to_init(self, **attributes: Unpack[QpAttrs]) -> None:
-        """Move to INIT, in which receives can be posted; in INIT, change attributes: ``ibv_modify_qp``.
+        """Move the queue pair to INIT, in which receives can be posted: ``ibv_modify_qp``.
+
+        If it is already in INIT, only change its attributes.
 
         :param attributes: attributes to set, named as in `QpAttrs`.
         :raises TransitionError: the transition is not possible from the current state or with these attributes.
         :raises ClosedResourceError: the queue pair is not open.
         :raises AffinityError: another event loop owns the queue pair; nothing was done.
         :raises BusyResourceError: `establish` is in progress.
+        :raises ConcurrentAccessError: another thread is inside a verb on the same unlocked domain; nothing was done.
         :raises VerbsError: the verb failed; nothing was changed.
         """
         self._transition_to(self.query().qp_state, (_INIT,), attributes)
 
     def to_rtr(self, remote: Endpoint | None = None, **attributes: Unpack[QpAttrs]) -> None:
-        """Move to RTR, in which the queue pair receives: ``ibv_modify_qp``.
+        """Move the queue pair to RTR, in which it receives messages: ``ibv_modify_qp``.
 
-        :param remote: endpoint of the peer; None: the peer's attributes are among `attributes`, or the type is UD.
+        :param remote: endpoint of the peer; None if `attributes` contains the peer's attributes or the type is UD.
         :param attributes: attributes to set, named as in `QpAttrs`.
         :raises TransitionError: the transition is not possible from the current state or with these attributes.
-        :raises ValueError: the peer's type does not match, or no path leads to the peer.
+        :raises ValueError: the peer's type does not match, no path leads to the peer, or `remote` is given for a queue
+            pair of type UD.
         :raises ClosedResourceError: the queue pair is not open.
         :raises AffinityError: another event loop owns the queue pair; nothing was done.
         :raises BusyResourceError: `establish` is in progress.
+        :raises ConcurrentAccessError: another thread is inside a verb on the same unlocked domain; nothing was done.
         :raises VerbsError: the verb failed; nothing was changed.
         """
         self._transition_to(self.query().qp_state, (_RTR,), attributes, remote)
 
     def to_rts(self, **attributes: Unpack[QpAttrs]) -> None:
-        """Move to RTS, in which the queue pair also sends: ``ibv_modify_qp``.
+        """Move the queue pair to RTS, in which it also sends messages: ``ibv_modify_qp``.
 
-        In RTS, change attributes. In SQD or SQE, resume sending.
+        If it is already in RTS, only change its attributes. If it is in SQD or SQE, it resumes sending.
 
         :param attributes: attributes to set, named as in `QpAttrs`.
         :raises TransitionError: the transition is not possible from the current state or with these attributes.
         :raises ClosedResourceError: the queue pair is not open.
         :raises AffinityError: another event loop owns the queue pair; nothing was done.
         :raises BusyResourceError: `establish` is in progress.
+        :raises ConcurrentAccessError: another thread is inside a verb on the same unlocked domain; nothing was done.
         :raises VerbsError: the verb failed; nothing was changed.
         """
         self._transition_to(self.query().qp_state, (_RTS,), attributes)
 
     def to_sqd(self, **attributes: Unpack[QpAttrs]) -> None:
-        """Move to SQD, in which requests already started finish and no new ones start: ``ibv_modify_qp``.
+        """Move the queue pair to SQD, in which sends already started finish and no new ones start: ``ibv_modify_qp``.
 
-        With ``en_sqd_async_notify``, the device raises ``EventType.SQ_DRAINED`` when all have finished. From then on
-        this method can change the path, timeouts and depths. `to_rts` resumes sending.
+        With ``en_sqd_async_notify``, the device raises ``EventType.SQ_DRAINED`` when all sends have finished. After
+        that, another call of this method can change attributes such as the path, timeouts, and the numbers of reads and
+        atomics in flight. `to_rts` resumes sending.
 
         :param attributes: attributes to set, named as in `QpAttrs`.
         :raises TransitionError: the transition is not possible from the current state or with these attributes, or the
@@ -289,31 +306,36 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         :raises ClosedResourceError: the queue pair is not open.
         :raises AffinityError: another event loop owns the queue pair; nothing was done.
         :raises BusyResourceError: `establish` is in progress.
+        :raises ConcurrentAccessError: another thread is inside a verb on the same unlocked domain; nothing was done.
         :raises VerbsError: the verb failed; nothing was changed.
         """
         found = self.query()
         self._transition_to(found.qp_state, (QpState.SQD,), attributes, draining=found.sq_draining)
 
     def to_error(self) -> None:
-        """Move to ERR, in which all requests, posted now or later, are flushed with an error: ``ibv_modify_qp``.
+        """Move the queue pair to ERR: ``ibv_modify_qp``.
 
-        :raises TransitionError: the queue pair is in RESET, with nothing to flush.
+        In ERR, all work requests that are in flight or posted later are flushed: they complete with an error.
+
+        :raises TransitionError: the queue pair is in RESET, where there is nothing to flush.
         :raises ClosedResourceError: the queue pair is not open.
         :raises AffinityError: another event loop owns the queue pair; nothing was done.
         :raises BusyResourceError: `establish` is in progress.
+        :raises ConcurrentAccessError: another thread is inside a verb on the same unlocked domain; nothing was done.
         :raises VerbsError: the verb failed; nothing was changed.
         """
         self._transition_to(self.query().qp_state, (QpState.ERR,), QpAttrs())
 
     def to_reset(self) -> None:
-        """Move to RESET, from which the queue pair can be connected again: ``ibv_modify_qp``.
+        """Move the queue pair to RESET, from which it can be connected again: ``ibv_modify_qp``.
 
-        The next connection starts with another sequence number (PSN).
+        The next connection starts with a new random sequence number (PSN), which `local_endpoint` contains.
 
         :raises BusyResourceError: work requests are in flight, which would never complete, or `establish` is in
             progress.
         :raises ClosedResourceError: the queue pair is not open.
         :raises AffinityError: another event loop owns the queue pair; nothing was done.
+        :raises ConcurrentAccessError: another thread is inside a verb on the same unlocked domain; nothing was done.
         :raises VerbsError: the verb failed; nothing was changed.
         """
         found = self.query().qp_state
@@ -328,7 +350,7 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
     # ---- Implementation
 
     def _check_peer(self, remote: Endpoint) -> None:
-        """Check that the queue pair can be connected to a peer, by its type.
+        """Check that the types of the queue pair and of a peer's endpoint allow a connection.
 
         :raises ValueError: the queue pair is of type UD, or the peer's type does not match.
         """
@@ -343,12 +365,12 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
             )
 
     def _defaults(self, limits: Limits, remote: Endpoint | None) -> QpAttrs:
-        """Return defaults for required attributes that are not given.
+        """Return the default values of attributes, for all transitions; the caller picks those that it needs.
 
         :param limits: limits of the device port and of this queue pair.
-        :param remote: endpoint of the peer that the queue pair is about to connect to or is connected to; None: no
-            peer, so that ``max_rd_atomic`` and ``max_dest_rd_atomic`` are 1.
-        :returns: attributes of all transitions; the caller uses those that its transition requires.
+        :param remote: endpoint of the peer that the queue pair is about to connect to or is connected to; None if there
+            is no peer: then ``max_rd_atomic`` and ``max_dest_rd_atomic`` are 1, and attributes that only a peer knows
+            are left out.
         """
         defaults = QpAttrs(
             pkey_index=0,
@@ -378,7 +400,7 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         *,
         draining: bool = False,
     ) -> None:
-        """Plan and carry out transitions, in this thread: see `_plan` and `_transition`."""
+        """Plan transitions and make them in this thread, with the exceptions of `_plan` and `_transition`."""
         for wanted, changes in self._plan(found, states, attributes, remote, draining=draining):
             self._transition(wanted, changes, remote)
 
@@ -391,16 +413,20 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         *,
         draining: bool = False,
     ) -> list[tuple[QpState, QpAttrs]]:
-        """Return the attributes of transitions in a row, with defaults, checked; nothing is changed.
+        """Return the attributes for a sequence of transitions, with defaults added and all values checked.
+
+        The queue pair is not changed.
 
         :param found: current state.
         :param states: states to move to, in order.
         :param attributes: attributes given by the caller.
-        :param remote: endpoint of the peer to connect to; None: not connecting, or connecting by raw attributes.
+        :param remote: endpoint of the peer to connect to; None if the transitions do not connect the queue pair, or
+            `attributes` contains the peer's attributes.
         :param draining: whether the send queue is in SQD and still has requests in flight.
         :returns: pairs of a state to move to and its attributes, in order.
         :raises TransitionError: a transition is not possible, or an attribute is missing, unexpected or out of range.
         :raises ValueError: the peer's type does not match, or no path leads to the peer.
+        :raises TypeError: the value of a numeric attribute is not an integer.
         :raises ClosedResourceError: the queue pair is not open.
         :raises VerbsError: the device or the port cannot be queried.
         """
@@ -423,10 +449,10 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
             raise
 
     async def _run_plan(self, plan: Iterable[tuple[QpState, QpAttrs]], remote: Endpoint | None = None) -> None:
-        """Carry out planned transitions without blocking the event loop. Raises what `establish` raises.
+        """Make planned transitions without blocking the event loop. Raises the exceptions that `establish` lists.
 
-        :param plan: pairs of a state to move to and its attributes, from `_plan`.
-        :param remote: endpoint of the peer to connect to, as given to `_plan`.
+        :param plan: pairs of a state to move to and its attributes, as returned by `_plan`.
+        :param remote: endpoint of the peer to connect to, as passed to `_plan`.
         """
         for wanted, changes in plan:
             if wanted is _RTR and neighbour_lookup.may_block(self.handle.context):
@@ -435,10 +461,10 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
                 self._transition(wanted, changes, remote)
 
     async def _run_plan_cancellable(self, plan: list[tuple[QpState, QpAttrs]], remote: Endpoint | None = None) -> None:
-        """Carry out planned transitions without blocking the event loop, and raise a cancellation at once.
+        """Make planned transitions as `_run_plan` does, but raise a cancellation immediately.
 
-        A verb in progress then ends later, on its own. Until then, `is_modify_pending` returns True. Errors are those
-        of `establish`.
+        If a helper thread is inside a verb when the cancellation is raised, that verb ends later, and
+        `is_modify_pending` returns True until it has ended. Raises the exceptions that `establish` lists.
         """
         if not neighbour_lookup.may_block(self.handle.context):
             await self._run_plan(plan, remote)
@@ -453,13 +479,17 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         task.result()
 
     def _transition(self, wanted: QpState, changes: QpAttrs, remote: Endpoint | None) -> None:
-        """Carry out one planned transition in this thread: ``ibv_modify_qp``.
+        """Make one planned transition in this thread: ``ibv_modify_qp``.
 
         :param wanted: state to move to.
         :param changes: attributes of the transition.
-        :param remote: endpoint of the peer that is stored on a transition to RTR; None: connected by raw attributes.
+        :param remote: endpoint of the peer, which becomes the `remote_endpoint` on a transition to RTR; None if the
+            queue pair is connected with raw attributes.
         :raises VerbsError: the verb failed; the state is unchanged.
-        :raises BusyResourceError: another thread is changing the state.
+        :raises ClosedResourceError: the queue pair is not open.
+        :raises AffinityError: another event loop owns the queue pair; nothing was done.
+        :raises BusyResourceError: another thread is changing the state of the queue pair; nothing was done.
+        :raises ConcurrentAccessError: another thread is inside a verb on the same unlocked domain; nothing was done.
         """
         self._max_dest_rd_atomic = changes.get(
             "max_dest_rd_atomic", self._max_dest_rd_atomic
@@ -468,11 +498,13 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         self._transition_done(wanted, changes, remote)
 
     async def _transition_in_helper(self, wanted: QpState, changes: QpAttrs, remote: Endpoint | None) -> None:
-        """Carry out one planned transition in a helper thread: see `_transition`.
+        """Make one planned transition in a helper thread, with the parameters and exceptions of `_transition`.
 
-        :raises VerbsError: the verb failed; with EAGAIN, no helper thread can be started.
-        :raises ClosedResourceError: the queue pair was closed meanwhile.
-        :raises BrokenResourceError: the completion queue failed or a receive failed meanwhile.
+        A cancellation is raised only after the verb has ended; the transition is recorded if the verb succeeded.
+
+        :raises VerbsError: the verb failed; with EAGAIN, if no helper thread can be started.
+        :raises ClosedResourceError: the queue pair was closed before the verb had ended.
+        :raises BrokenResourceError: the completion queue or a receive failed before the verb had ended.
         """
         self._max_dest_rd_atomic = changes.get("max_dest_rd_atomic", self._max_dest_rd_atomic)
         before = self._breaking_error()
@@ -494,7 +526,7 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
             raise BrokenResourceError(f"{self!r} failed while connecting: {broken}") from broken
 
     def _transition_done(self, wanted: QpState, changes: QpAttrs, remote: Endpoint | None) -> None:
-        """Record a transition that has taken place, with the attributes that later calls use."""
+        """Record the new state after a successful transition, and the attributes that later calls need."""
         self._qp_state = wanted
         self._on_transition(wanted)
         self._psn = changes.get("sq_psn", self._psn)
@@ -512,22 +544,23 @@ def _retrieve_exception(task: asyncio.Task[None]) -> None:
 
 
 async def establish_cancellable(qp: Connectable, remote: Endpoint, attributes: QpAttrs) -> None:
-    """Connect a queue pair as `Connectable.establish` does, but raise a cancellation at once, for callers with a
-    deadline.
+    """Connect a queue pair as `Connectable.establish` does, but raise a cancellation immediately.
 
-    A verb in progress then ends later, on its own. Until then, `is_modify_pending` returns True for the queue pair.
-    Errors are those of `Connectable.establish`.
+    This is for callers with a deadline. If a helper thread is inside a verb when the cancellation is raised, that verb
+    ends later, and `is_modify_pending` returns True for the queue pair until it has ended. Raises the exceptions that
+    `Connectable.establish` lists.
     """
     await qp._run_plan_cancellable(qp._plan_connect(remote, None, attributes), remote)
 
 
 async def move_cancellable(qp: Connectable, state: QpState, attributes: QpAttrs) -> None:
-    """Move a queue pair to the next state, and raise a cancellation at once, as `establish_cancellable` does.
+    """Move a queue pair to another state without blocking the event loop; raise a cancellation immediately.
 
-    Errors are those of `Connectable.establish`.
+    If a helper thread is inside a verb when the cancellation is raised, that verb ends later, as for
+    `establish_cancellable`. Raises the exceptions that `Connectable.establish` lists.
 
     :param qp: queue pair.
-    :param state: state to move to; one transition must lead there.
+    :param state: state to move to, by one transition from the current state.
     :param attributes: attributes of the transition, including those of the peer.
     :raises TransitionError: the transition is not possible from the current state or with these attributes.
     """
@@ -535,12 +568,15 @@ async def move_cancellable(qp: Connectable, state: QpState, attributes: QpAttrs)
 
 
 def is_modify_pending(qp: Connectable) -> bool:
-    """Return whether a helper thread may still be inside a verb of the queue pair, for an unknown time."""
+    """Return whether a helper thread may still be inside a verb on a queue pair after a cancelled call.
+
+    The calls are those of `establish_cancellable` and `move_cancellable`. How long the verb takes is unknown.
+    """
     return qp._connect_task is not None and not qp._connect_task.done()
 
 
 def limits_for(qp: Connectable, port: int) -> Limits:
-    """Return the limits of a queue pair: those of a device port, and on soft-RoCE those set by its earlier connections.
+    """Return the `Limits` of a device port, lowered on soft-RoCE if an earlier connection of a queue pair requires it.
 
     :raises ClosedResourceError: the queue pair is not open.
     :raises VerbsError: the device or the port cannot be queried.

@@ -1,4 +1,4 @@
-"""PURE: state machine of queue pairs: transitions of each type, and the attributes that each transition takes.
+"""PURE: state machine of queue pairs: transitions of each type, and the attributes that each transition accepts.
 
 The tables are those of the InfiniBand architecture, volume 1, chapter 11.2.5, with annex A14 for XRC, expressed as
 attributes of ``ibv_modify_qp``. Alternate paths and rate limits are left out.
@@ -50,7 +50,7 @@ class QpAttrs(TypedDict, total=False):
 
 
 class TransitionRule(NamedTuple):
-    """Attributes of a transition.
+    """Names of the attributes that a transition requires and accepts.
 
     :param required: names of the attributes that must be given.
     :param optional: names of the attributes that may be given.
@@ -70,7 +70,7 @@ class Limits:
     :param mtu: MTU of the port.
     :param max_rd_atomic: maximum number of reads and atomics that a queue pair can have in flight.
     :param max_dest_rd_atomic: maximum number of reads and atomics of the peer that a queue pair can respond to at once.
-    :param needs_gid: whether a path needs a GID, as over Ethernet.
+    :param needs_gid: whether a path requires a GID, as it does over Ethernet.
     """
 
     ports: int = 0xFF
@@ -83,7 +83,7 @@ class Limits:
 
     @classmethod
     def of(cls, device: DeviceAttributes, port: PortAttributes) -> Self:
-        """Return the limits of a device port, clamped to the widths of the ABI's fields.
+        """Return the `Limits` of a device and one of its ports, clamped to the widths of the ABI's fields.
 
         :param device: attributes of the device.
         :param port: attributes of the port.
@@ -113,8 +113,8 @@ COUNTERPART = {
 """Type of the peer's queue pair, for each type."""
 
 _S = QpState
-# From, to, applicable types, required attributes, optional attributes. A transition combines all rows that apply to its
-# type.
+# From, to, applicable types, required attributes, optional attributes. The rule of a transition combines all rows that
+# apply to the type of the queue pair.
 _ROWS: tuple[tuple[QpState, QpState, set[QpType], str, str], ...] = (
     (_S.RESET, _S.INIT, _ALL, "pkey_index port_num", ""),
     (_S.RESET, _S.INIT, _CONNECTED, "qp_access_flags", ""),
@@ -152,7 +152,7 @@ _ROWS: tuple[tuple[QpState, QpState, set[QpType], str, str], ...] = (
 
 
 def _table(qp_type: QpType) -> dict[tuple[QpState, QpState], TransitionRule]:
-    """Return the rules of the transitions of a type, by the states that they lead from and to."""
+    """Return a dictionary from the two states of each transition of a queue pair type to the `TransitionRule`."""
     found: dict[tuple[QpState, QpState], TransitionRule] = {}
     for before, after, types, must, may in _ROWS:
         if qp_type in types:
@@ -165,9 +165,9 @@ _TABLE = {qp_type: _table(qp_type) for qp_type in COUNTERPART}
 
 
 def _table_of(qp_type: QpType) -> dict[tuple[QpState, QpState], TransitionRule]:
-    """Return the table that `_table` made for a type.
+    """Return the dictionary that `_table` has made for a queue pair type.
 
-    :raises ValueError: there is no table for the type.
+    :raises ValueError: there is no transition table for the type.
     """
     if qp_type not in _TABLE:
         names = ", ".join(each.name for each in _TABLE)
@@ -179,25 +179,25 @@ def _table_of(qp_type: QpType) -> dict[tuple[QpState, QpState], TransitionRule]:
 
 
 def reachable(qp_type: QpType, state: QpState) -> tuple[QpState, ...]:
-    """Return the states that one transition leads to, in the order of `QpState`.
+    """Return a tuple of the states that can be reached by one transition, in the order of `QpState`.
 
-    The state itself is included if attributes can be changed in it.
+    The current state is included if attributes can be changed in it.
 
     :param qp_type: type of the queue pair.
     :param state: current state.
-    :raises ValueError: there is no table for the type.
+    :raises ValueError: there is no transition table for the type.
     """
     return tuple(after for after in QpState if (state, after) in _table_of(qp_type))
 
 
 def transition_rule(qp_type: QpType, state: QpState, wanted: QpState) -> TransitionRule:
-    """Return the names of the attributes that a transition requires and accepts.
+    """Return the `TransitionRule` of a transition: the names of the attributes that it requires and accepts.
 
     :param qp_type: type of the queue pair.
     :param state: current state.
     :param wanted: state to move to.
     :raises TransitionError: there is no such transition; its `reachable` lists the states that can be reached.
-    :raises ValueError: there is no table for the type.
+    :raises ValueError: there is no transition table for the type.
     """
     found = _table_of(qp_type).get((state, wanted))
     if found is None:
@@ -206,14 +206,14 @@ def transition_rule(qp_type: QpType, state: QpState, wanted: QpState) -> Transit
 
 
 def path(qp_type: QpType, state: QpState, wanted: QpState) -> tuple[QpState, ...]:
-    """Return the states of the shortest sequence of transitions, without the current one; empty if it is the wanted
-    one.
+    """Return the states that the shortest sequence of transitions goes through, without the current state.
 
     :param qp_type: type of the queue pair.
     :param state: current state.
     :param wanted: state to move to.
+    :returns: a tuple that ends with `wanted`; empty if `state` is `wanted`.
     :raises TransitionError: there is no such sequence, for example to SQE, which a queue pair only enters by itself.
-    :raises ValueError: there is no table for the type.
+    :raises ValueError: there is no transition table for the type.
     """
     paths: dict[QpState, tuple[QpState, ...]] = {state: ()}
     remaining = deque([state])
@@ -238,18 +238,19 @@ def transition(
     limits: Limits | None = None,
     draining: bool = False,
 ) -> QpAttrs:
-    """Return the attributes to pass to ``ibv_modify_qp``, checked so that the verb has no reason to reject them.
+    """Return the attributes for one transition with ``ibv_modify_qp``, with defaults added and all values checked.
 
     :param qp_type: type of the queue pair.
     :param state: current state.
     :param wanted: state to move to.
     :param attributes: attributes given by the caller.
     :param defaults: values of required attributes that are not given.
-    :param limits: limits of the device; None: those of the architecture.
+    :param limits: limits of the device and port; None for those of the architecture.
     :param draining: whether the send queue is in SQD and still has requests in flight.
-    :returns: `attributes`, and the defaults of required attributes that are not among them.
-    :raises TransitionError: an attribute is missing, unexpected or out of range; or there is no such transition.
-    :raises ValueError: there is no table for the type.
+    :returns: `attributes` together with the defaults of the required attributes that it lacks.
+    :raises TransitionError: there is no such transition, or an attribute is missing, unexpected or out of range, or
+        attributes are to be changed in SQD although `draining` is True.
+    :raises ValueError: there is no transition table for the type.
     :raises TypeError: the value of a numeric attribute is not an integer.
     """
     required, optional = transition_rule(qp_type, state, wanted)
@@ -275,8 +276,7 @@ def plan(
     limits: Limits | None = None,
     draining: bool = False,
 ) -> list[tuple[QpState, QpAttrs]]:
-    """Return the attributes of several transitions in a row. Each attribute goes to the first transition that accepts
-    it.
+    """Return the attributes for a sequence of transitions. Each attribute goes to the first transition that accepts it.
 
     :param qp_type: type of the queue pair.
     :param state: current state.
@@ -286,8 +286,10 @@ def plan(
     :param limits: as for `transition`.
     :param draining: as for `transition`.
     :returns: pairs of a state to move to and its attributes, in order.
-    :raises TransitionError: see `transition`; an attribute that no transition accepts is unexpected in the last one.
-    :raises ValueError: there is no table for the type.
+    :raises TransitionError: as for `transition`; an attribute that no transition accepts is reported as unexpected in
+        the last one.
+    :raises ValueError: there is no transition table for the type.
+    :raises TypeError: the value of a numeric attribute is not an integer.
     """
     remaining = tuple(states)
     left: dict[str, object] = dict(attributes)
@@ -309,7 +311,7 @@ _ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOT
 
 
 def _ranges(limits: Limits) -> dict[str, tuple[int, int]]:
-    """Return the lowest and highest value of each numeric attribute."""
+    """Return a dictionary from the name of each numeric attribute to its lowest and highest valid values."""
     return {
         "pkey_index": (0, limits.pkeys - 1),
         "port_num": (1, limits.ports),
@@ -328,7 +330,7 @@ def _ranges(limits: Limits) -> dict[str, tuple[int, int]]:
 
 
 def _path_ranges(limits: Limits) -> dict[str, tuple[int, int]]:
-    """Return the lowest and highest value of each numeric field of an `AddressVector`."""
+    """Return a dictionary from the name of each numeric field of a path to its lowest and highest valid values."""
     return {
         "port_num": (1, limits.ports),
         "sgid_index": (0, limits.gids - 1),
@@ -343,9 +345,11 @@ def _path_ranges(limits: Limits) -> dict[str, tuple[int, int]]:
 
 
 def _invalid_values(attributes: Mapping[str, object], state: QpState, limits: Limits) -> Iterable[tuple[str, str]]:
-    """Yield the name of each attribute with an invalid value, and the reason; fields of the path as ``av.NAME``.
+    """Yield a pair of the name and the reason for each attribute with an invalid value.
 
-    :raises TypeError: a number is not an integer.
+    A field of the path is named ``av.NAME``.
+
+    :raises TypeError: the value of a numeric attribute is not an integer.
     """
     for name, ends in _ranges(limits).items():
         if name in attributes:
@@ -367,7 +371,7 @@ def _invalid_values(attributes: Mapping[str, object], state: QpState, limits: Li
 
 
 def _check_range(name: str, value: object, ends: tuple[int, int]) -> Iterable[tuple[str, str]]:
-    """Yield the name and the reason if a value is out of range.
+    """Yield a pair of the name and the reason if a value is out of range; otherwise yield nothing.
 
     :raises TypeError: the value is not an integer.
     """

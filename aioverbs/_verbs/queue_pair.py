@@ -69,7 +69,7 @@ class WorkQueueStatistics:
     """Current depth and lifetime counters of a send queue or a receive queue: see `QueuePairStatistics`.
 
     :param depth: number of slots of the queue.
-    :param in_flight: number of slots in use: by requests that are posted or about to be posted.
+    :param in_flight: number of slots in use by requests that are posted or about to be posted.
     :param queued: number of requests waiting for a slot.
     :param high_water: maximum number of slots in use at once so far.
     :param posted: number of requests posted so far.
@@ -91,9 +91,9 @@ class WorkQueueStatistics:
 
     @classmethod
     def of(cls, queue: WorkQueue | None) -> "WorkQueueStatistics":
-        """Return the statistics of a queue.
+        """Return the current statistics of a send queue or a receive queue.
 
-        :param queue: the queue; None: return zeros.
+        :param queue: the queue; None to return zeros.
         """
         if queue is None:
             return cls(0, 0, 0, 0, 0, 0, 0, 0, ())
@@ -123,35 +123,35 @@ class QueuePairStatistics(ResourceStatistics):
 
     @property
     def in_flight(self) -> int:
-        """Number of slots in use in both queues."""
+        """Number of slots in use in the send queue and the receive queue together."""
         return self.sends.in_flight + self.receives.in_flight
 
 
 class QueuePair(Connectable, QueuePairVerbs):
     """A queue pair: ``ibv_create_qp``; ``ibv_create_qp_ex`` for XRC_RECV. Made by the ``queue_pair`` of a domain.
 
-    The work requests are described at `aioverbs.QueuePairVerbs`. A method posts the request when it is called, whether
-    or not the result is awaited.
+    The methods that post work requests are described in `aioverbs.QueuePairVerbs`. A method posts its request when it
+    is called, whether or not the result is awaited.
 
     :param domain: domain that the queue pair belongs to.
-    :param location: location in which the domain makes queues; None for XRC_RECV.
+    :param location: verbs objects and owner with which the domain makes its queues; None for XRC_RECV.
     :param send_cq: completion queue of the send queue.
-    :param recv_cq: completion queue of the receive queue; None: `send_cq`.
-    :param capabilities: depths and sizes of the queues; None: the defaults of `QpCapabilities`. The completion queues
-        need room for all requests of these depths.
+    :param recv_cq: completion queue of the receive queue; None to use `send_cq` for both.
+    :param capabilities: depths and sizes of the queues; None for the defaults of `QpCapabilities`. The completion
+        queues need room for all requests of these depths.
     :param qp_type: RC, UC, UD or XRC_SEND; XRC_RECV queue pairs are made by `XrcDomain.queue_pair`.
-    :param srq: shared receive queue to use instead of a receive queue of its own.
+    :param srq: shared receive queue to use; None to use a receive queue of its own.
     :param xrc_domain: XRC domain of an XRC_RECV queue pair.
     :param port: number of the device port to send from.
-    :param gid_index: index of the port's GID to send from. None: over Ethernet, the first RoCE v2 GID that maps an IPv4
-        address, else the first RoCE v2 GID, else the first RoCE v1 GID; on InfiniBand, the first GID. The choice is
-        made when the GID is first needed.
-    :param receive_depth: number of receives that the queue pair keeps posted, for `messages`; 0: none.
+    :param gid_index: index of the port's GID to send from. None to have one chosen when it is first needed: over
+        Ethernet, the first RoCE v2 GID that maps an IPv4 address, else the first RoCE v2 GID, else the first RoCE v1
+        GID; on InfiniBand, the first GID.
+    :param receive_depth: number of receives that the queue pair keeps posted for `messages`; 0 to keep none posted.
     :param receive_size: size of each of these receives, in bytes; a message must not be larger.
     :raises ValueError: the message model of a completion queue differs from that of the resource domain; or only one of
-        `receive_depth` and `receive_size` is given, or both for a queue pair without a receive queue of its own. On
-        opening: the device does not support the capabilities, the completion queues lack room for the requests, or the
-        port or GID index does not exist.
+        `receive_depth` and `receive_size` is given, or both are given for a queue pair without a receive queue of its
+        own. On opening: the device does not support the capabilities, the completion queues lack room for the requests,
+        or the port or GID index does not exist.
     :raises AffinityError: on opening: another event loop owns the domain or a queue.
     :raises VerbsError: on opening: the verb failed.
     """
@@ -231,9 +231,11 @@ class QueuePair(Connectable, QueuePairVerbs):
             flusher.use_srq(self._srq._attach_queue_pair(self._recv_cq, work), self._recv_cq._cq_dispatcher.drain)
 
     def _check(self, wanted: QpCapabilities) -> None:
-        """Check capabilities, port and GID index against the device; an XRC_RECV queue pair has nothing to check.
+        """Check that the device supports the capabilities, the port and the GID index of this queue pair.
 
-        :raises ValueError: the device does not support them.
+        Nothing is checked for an XRC_RECV queue pair, which has no queues.
+
+        :raises ValueError: the device does not support the capabilities, or the port or GID index does not exist.
         :raises VerbsError: the device or the port cannot be queried.
         """
         if self._queue_location is None:  # an XRC_RECV queue pair has no queues
@@ -244,9 +246,12 @@ class QueuePair(Connectable, QueuePairVerbs):
         check_port(context, self._port, self._gid_index)
 
     def _make(self, wanted: QpCapabilities) -> handles.QueuePair:
-        """Create the queue pair; the caller destroys the handle.
+        """Create the queue pair and return its handle, which the caller must destroy.
 
-        :raises VerbsError: the verb failed; with EINVAL, the error names ``max_inline_data`` if that was asked for.
+        If the verb fails with EINVAL and ``max_inline_data`` was requested, the error message suggests a smaller value.
+
+        :raises VerbsError: the verb failed.
+        :raises ClosedResourceError: a resource that the queue pair is made from is not open.
         """
         try:
             return self._make_handle(wanted)
@@ -258,7 +263,7 @@ class QueuePair(Connectable, QueuePairVerbs):
             raise VerbsError(error.verb, error.errno, advice) from error
 
     def _make_handle(self, wanted: QpCapabilities) -> handles.QueuePair:
-        """Create the queue pair: ``ibv_create_qp`` or ``ibv_create_qp_ex``.
+        """Create the queue pair and return its handle: ``ibv_create_qp`` or ``ibv_create_qp_ex``.
 
         :raises VerbsError: the verb failed.
         :raises ClosedResourceError: a resource that the queue pair is made from is not open.
@@ -275,11 +280,11 @@ class QueuePair(Connectable, QueuePairVerbs):
         )
 
     def _begin(self, handle: handles.QueuePair, wanted: QpCapabilities, flusher: "_Flusher") -> QpWorkState:
-        """Set up the work requests of a new queue pair, its receives for `messages`, and its flushing on close.
+        """Set up the state of a new queue pair: its work requests, its receives for `messages`, its flushing on close.
 
-        :param handle: the queue pair.
+        :param handle: handle of the queue pair.
         :param wanted: capabilities that the queue pair was created with.
-        :param flusher: ends the work requests when the queue pair is closed.
+        :param flusher: object that will end the work requests when the queue pair is closed.
         :returns: the state of the work requests.
         :raises VerbsError: memory for `receive_depth` receives cannot be registered, or the port cannot be queried.
         """
@@ -311,7 +316,7 @@ class QueuePair(Connectable, QueuePairVerbs):
 
     @property
     def label(self) -> str:
-        """Queue pair number, as text; empty if the queue pair was never opened."""
+        """Queue pair number as a string, which is empty if the queue pair was never opened."""
         return self._lifecycle.label
 
     @property
@@ -324,14 +329,14 @@ class QueuePair(Connectable, QueuePairVerbs):
 
     @property
     def capabilities(self) -> QpCapabilities:
-        """Depths and sizes that the device granted, at least those that were asked for.
+        """Depths and sizes that the device granted; each is at least the requested value.
 
         :raises ClosedResourceError: the queue pair is not open.
         """
         return self.handle.capabilities
 
     def statistics(self) -> QueuePairStatistics:
-        """Return the current depth and the lifetime counters; counters are 0 if the queue pair was never opened."""
+        """Return the `QueuePairStatistics`: current depths, and lifetime counters; all are 0 if never opened."""
         work = self._work
         queues = (work.send_queue, work.receive_queue) if work is not None else (None, None)
         return QueuePairStatistics(len(self._lifecycle.children), *map(WorkQueueStatistics.of, queues))
@@ -343,8 +348,11 @@ class QueuePair(Connectable, QueuePairVerbs):
         return self._work.broken if self._work is not None else None
 
     def _on_transition(self, state: QpState) -> None:
-        """Let the work requests follow a transition, and post receives for `messages` in INIT.
+        """Update the state of the work requests after a transition of the queue pair to `state`.
 
+        In INIT, also post receives for `messages`; in RESET, let a stopped iteration over `messages` start again.
+
+        :raises ConcurrentAccessError: another thread is inside a verb on the same unlocked domain.
         :raises VerbsError: a receive cannot be posted.
         """
         if state in (QpState.RESET, QpState.RTS) and self._work is not None:
@@ -357,25 +365,26 @@ class QueuePair(Connectable, QueuePairVerbs):
             self._refiller.fill()
 
     def messages(self) -> AsyncIterator[Message]:
-        """Iterate over arriving messages, in order: ``async for``, by one task at a time.
+        """Return an asynchronous iterator over arriving messages in order, to be used by one task at a time.
 
         The iteration ends when the queue pair is closed. The queue pair keeps `receive_depth` receives posted. Release
-        each message after reading it, so that its memory is posted again. Without a posted receive, the sender is told
-        to retry later (RNR NAK).
+        each message after reading it, so that its memory is posted again. If a message arrives while no receive is
+        posted, the sender is told to retry later (RNR NAK).
 
-        :returns: an asynchronous iterator of `Message`, the same in every call.
+        :returns: an iterator that yields a `Message` each time; every call returns the same iterator.
         :raises ValueError: the queue pair was made without `receive_depth`, or was never opened.
-        :raises RuntimeError: on iterating: another task iterates.
-        :raises AffinityError: on iterating: another event loop owns the queue pair.
-        :raises WorkCompletionError: on iterating: a receive failed; this ends the iteration.
-        :raises BrokenResourceError: on iterating: the queue pair takes no more receives; this ends the iteration.
+        :raises RuntimeError: during iteration: another task is waiting for the next message.
+        :raises AffinityError: during iteration: another event loop owns the queue pair.
+        :raises WorkCompletionError: during iteration: a receive failed; this ends the iteration.
+        :raises BrokenResourceError: during iteration: the queue pair is broken and accepts no more receives; this ends
+            the iteration.
         """
         if self._refiller is None:
             raise ValueError(f"{self!r} keeps no receives posted: make it with receive_depth and receive_size")
         return self._refiller.inbox
 
     def batch(self) -> Batch:
-        """Return a new `Batch`, which collects work requests and posts them together when its ``post`` is called.
+        """Return a new `Batch`, which collects work requests until its method ``post`` posts them together.
 
         :raises ClosedResourceError: the queue pair was never opened.
         """
@@ -391,21 +400,24 @@ class QueuePair(Connectable, QueuePairVerbs):
     ) -> Operation[RemoteRegion]:
         """Bind a memory window to memory: ``ibv_bind_mw`` for a window of type 1, ``IBV_WR_BIND_MW`` for type 2.
 
-        The bind replaces any earlier one of the window. The memory region must be registered with ``MW_BIND``.
+        This replaces any earlier binding of the window. The memory region must be registered with ``MW_BIND``. If the
+        send queue is full, the request waits for a free slot.
 
         :param window: window to bind.
-        :param local: memory to bind the window to; a `MemoryRegion` stands for all of its bytes.
+        :param local: memory to bind the window to: a slice of a `MemoryRegion`, or a whole region.
         :param access: operations that peers may perform through the window: ``REMOTE_READ``, ``REMOTE_WRITE``,
             ``REMOTE_ATOMIC``.
         :param fence: start the bind only after all earlier reads and atomics of the queue pair have completed.
         :returns: an awaitable of the `RemoteRegion` that peers use to access the memory.
         :raises ClosedResourceError: the queue pair, the window or the memory is closed.
-        :raises ValueError: the memory is not registered with ``MW_BIND``, or is of another device.
+        :raises ValueError: the memory is not registered with ``MW_BIND``, or belongs to another device.
         :raises AffinityError: another event loop owns the queue pair; nothing was posted.
+        :raises ConcurrentAccessError: another thread is inside a verb on the same unlocked domain; nothing was posted.
+        :raises BusyResourceError: another thread is changing the state of the queue pair; nothing was posted.
         :raises QueuePairStateError: the queue pair is not connected.
         :raises BrokenResourceError: the queue pair is in an error state.
         :raises VerbsError: the verb failed.
-        :raises WorkCompletionError: on awaiting: the bind failed.
+        :raises WorkCompletionError: when the result is awaited: the bind failed.
         """
         return self._bind_window(window.handle, _slice(local), access, fence, False)
 
@@ -417,9 +429,9 @@ class QueuePair(Connectable, QueuePairVerbs):
         *,
         fence: bool = False,
     ) -> Operation[RemoteRegion]:
-        """Bind a memory window as `bind_window` does, but only if the send queue has a free slot.
+        """Bind a memory window as `bind_window` does, but raise an error instead of waiting if the send queue is full.
 
-        Errors other than a full send queue are those of `bind_window`.
+        Other exceptions are those of `bind_window`.
 
         :param window: as for `bind_window`.
         :param local: as for `bind_window`.
@@ -432,14 +444,14 @@ class QueuePair(Connectable, QueuePairVerbs):
 
 
 def _slice(local: RegionSlice | MemoryRegion) -> RegionSlice:
-    """Return the memory as a slice; a region as a slice of all of its bytes."""
+    """Return a slice of registered memory unchanged, and a region as a slice of all of its bytes."""
     return local[:] if isinstance(local, MemoryRegion) else local
 
 
 def _scratch(lifecycle: Lifecycle, location: QueueLocation | None, size: int) -> RegionSlice:
-    """Return `size` bytes of new registered memory, which lives as long as the queue pair.
+    """Allocate and register `size` bytes, and return the whole memory as a slice. It exists as long as the queue pair.
 
-    The device writes old values of atomics and routes of datagrams to it.
+    The device writes the old values of atomics and the routes (GRH) of datagrams to this memory.
 
     :raises VerbsError: the memory cannot be registered.
     """
@@ -453,9 +465,9 @@ def qp_work_state_of(qp: QueuePair) -> QpWorkState | None:
 
 
 class _Flusher:
-    """Ending of the work requests of a queue pair when it is closed.
+    """Ends the work requests of a queue pair when it is closed.
 
-    The lifecycle keeps this object, so that it does not keep the user's object alive.
+    The lifecycle refers to this object instead of the user's `QueuePair`, which can then be garbage collected.
     """
 
     def __init__(self) -> None:
@@ -466,21 +478,22 @@ class _Flusher:
         self._poll_recv_cq: Callable[[], None] | None = None
 
     def begin(self, handle: handles.QueuePair, work: QpWorkState) -> None:
-        """Set the queue pair whose work requests to end; called once, when the queue pair was created."""
+        """Set the queue pair whose work requests are to be ended. Called once, when it has been created."""
         self._handle, self._work = handle, work
 
     def use_srq(self, leave_srq: Callable[[], None], poll_recv_cq: Callable[[], None]) -> None:
-        """Use a shared receive queue, until the queue pair is destroyed.
+        """Record that the queue pair uses a shared receive queue, so that `destroy` unregisters it from that queue.
 
-        :param leave_srq: unregisters the queue pair from the shared receive queue.
-        :param poll_recv_cq: polls the completion queue in which the receives complete.
+        :param leave_srq: function that unregisters the queue pair from the shared receive queue.
+        :param poll_recv_cq: function that polls the completion queue in which the receives complete.
         """
         self._leave_srq, self._poll_recv_cq = leave_srq, poll_recv_cq
 
     async def flush(self) -> None:
-        """Have work requests in flight complete with an error; those that do not are abandoned with the queue pair.
+        """Move the queue pair to ERR and wait until all work requests in flight have completed with an error.
 
-        The device gets 10 s, which a cancellation does not shorten; a warning is logged if requests are left then.
+        Requests that are still waiting for a slot are not posted. Wait for at most 10 s; a cancellation does not
+        shorten this. If requests are left after that, log a warning; `destroy` abandons them.
         """
         handle, work = self._handle, self._work
         assert handle is not None
@@ -488,7 +501,7 @@ class _Flusher:
         await self._wait_for_modification(work)
         work.close()
         if self._poll_recv_cq is not None and await self._to_error():
-            await retry_while_busy(self._poll_recv_cq)  # their completions would be lost together with the queue pair
+            await retry_while_busy(self._poll_recv_cq)  # completions of its receives would be lost with the queue pair
         if not work.in_flight or not await self._to_error() or not work.watched:
             return
         condition = CrossLoopCondition()
@@ -507,7 +520,8 @@ class _Flusher:
     async def _wait_for_modification(self, work: QpWorkState) -> None:
         """Wait until no other thread is changing the state of the queue pair.
 
-        The queue pair cannot be destroyed before. The change always ends, so a cancellation is raised only after it.
+        The queue pair cannot be destroyed before that. The change always ends, so a cancellation is raised only after
+        it has ended.
         """
         if work.end_modification():
             return
@@ -522,7 +536,7 @@ class _Flusher:
             raise cancelled
 
     async def _to_error(self) -> bool:
-        """Move the queue pair to ERR and return whether that succeeded."""
+        """Move the queue pair to ERR. Return whether that succeeded; no error is raised if the verb fails."""
         handle = self._handle
         assert handle is not None
         try:
@@ -531,9 +545,10 @@ class _Flusher:
             return False
 
     def destroy(self) -> None:
-        """Abandon the remaining work requests: the queue pair was destroyed.
+        """Abandon the work requests that are left, after the queue pair has been destroyed.
 
-        The device may access their memory until the queue pair is destroyed, so the requests are held until this call.
+        The device may access their memory until the queue pair is destroyed, so the requests are kept until this call.
+        Operations that are still awaited raise `BrokenResourceError`.
         """
         if self._work is not None:
             self._work.abandon(BrokenResourceError(f"{self._handle!r} was closed before this request completed"))

@@ -11,7 +11,7 @@ _VENDOR_ID = 0xFFFFFF
 
 
 def is_soft_roce(context: handles.Context) -> bool:
-    """Return whether a device is soft-RoCE.
+    """Return whether a device is a soft-RoCE device, which the kernel implements in software.
 
     :raises VerbsError: the device cannot be queried.
     """
@@ -19,17 +19,19 @@ def is_soft_roce(context: handles.Context) -> bool:
 
 
 def cap_max_dest_rd_atomic(limits: Limits, context: handles.Context, previous: int | None) -> Limits:
-    """Return limits that keep soft-RoCE from growing the responder resources of a queue pair.
+    """Return limits under which the ``max_dest_rd_atomic`` of a queue pair on soft-RoCE never grows.
 
-    When ``max_dest_rd_atomic`` changes, soft-RoCE clears as many entries as the new value says in the table allocated
-    for the old value, before allocating a new table. A larger value therefore writes beyond the table, into other
-    memory of the kernel: see `rxe_qp_from_attr` of Linux 4.8 to at least 6.1. A reset keeps the table. So a queue pair
-    on soft-RoCE never uses a larger value than its first one.
+    When ``max_dest_rd_atomic`` changes, soft-RoCE first clears as many entries as the new value says in the table that
+    was allocated for the old value, and then allocates a new table. If the new value is larger, the kernel therefore
+    overwrites other memory of its own: see `rxe_qp_from_attr` in Linux 4.8 to at least 6.1. A reset keeps the table. So
+    a queue pair on soft-RoCE must never use a larger value than its first one.
 
     :param limits: limits of the device port.
     :param context: context of the device.
-    :param previous: ``max_dest_rd_atomic`` that was last set for the queue pair; None: never set.
-    :returns: `limits` itself, except on soft-RoCE with `previous`: a copy with ``max_dest_rd_atomic`` at most that.
+    :param previous: ``max_dest_rd_atomic`` that was last set for the queue pair; None if it was never set.
+    :returns: on soft-RoCE, if `previous` is given, a copy of `limits` whose ``max_dest_rd_atomic`` is at most
+        `previous`; otherwise `limits` itself.
+    :raises VerbsError: the device cannot be queried.
     """
     if previous is None or not is_soft_roce(context):
         return limits

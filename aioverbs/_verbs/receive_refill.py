@@ -1,4 +1,4 @@
-"""Refilling of receive queues: messages are delivered one by one, and released memory is posted again."""
+"""Refilling of receive queues: messages are delivered one by one, and memory of released ones is posted again."""
 
 import asyncio
 import contextlib
@@ -30,15 +30,15 @@ __all__ = ["Refiller"]
 
 
 class Refiller:
-    """Keeps receives posted to a queue, and owns their memory.
+    """Keeps receives posted to the receive queue of a queue pair, and owns their memory.
 
-    Released memory is posted again at once. Memory of a message that was garbage collected unreleased is posted again
-    by the event loop that opened the queue, because a finalizer must not call verbs.
+    When a message is released, its memory is posted again at once. If a message is garbage collected without being
+    released, the event loop that opened the queue pair posts its memory, because a finalizer must not call verbs.
 
-    :param lifecycle: lifecycle of the queue, with which the memory is deregistered.
+    :param lifecycle: lifecycle of the queue pair; the memory is deregistered when the queue pair is closed.
     :param pd: protection domain of the memory.
     :param queue: receive queue.
-    :param requester: object that posts the receives; it does not keep the user's object alive.
+    :param requester: object that posts the receives; it does not keep the user's `QueuePair` alive.
     :param depth: number of receives to keep posted.
     :param size: size of each receive, in bytes.
     :raises VerbsError: the memory cannot be registered.
@@ -58,18 +58,18 @@ class Refiller:
         self._queue = queue
         self._requester = requester
         self._loop = asyncio.get_running_loop()
-        # Any thread takes and adds elements, by single atomic operations.
+        # Any thread takes and adds elements, with single atomic operations.
         self._free = deque(memory[each * size : (each + 1) * size] for each in range(depth))
         self.inbox = Inbox(queue, self._message, self._free.append)
 
     def fill(self) -> None:
-        """Post all free memory; memory that cannot be posted stays free.
+        """Post receives into all memory that is free; memory that cannot be posted stays free.
 
-        If the queue pair accepts no receives in its state, is closed or is broken, return without an error. If another
-        thread is changing the state, fill again when that has ended.
+        If the queue pair is closed, broken, or in a state in which it accepts no receives, return without an error. If
+        another thread is changing the state of the queue pair, schedule another call for when the change has ended.
 
         :raises AffinityError: another event loop owns the queue pair.
-        :raises ConcurrentAccessError: another thread is inside the domain.
+        :raises ConcurrentAccessError: another thread is inside a verb on the same unlocked domain.
         :raises VerbsError: a receive cannot be posted.
         """
         while True:
@@ -83,7 +83,7 @@ class Refiller:
                 self._free.appendleft(local)
                 if isinstance(error, BrokenResourceError):
                     close_inbox(self.inbox, error)
-                # Another thread is changing the state of the queue pair: fill when that has ended.
+                # Another thread is changing the state of the queue pair: fill when the change has ended.
                 if isinstance(error, BusyResourceError):
                     self._queue.when_resumed(self._loop, self._fill_or_retry)
                     return
@@ -92,13 +92,13 @@ class Refiller:
                 raise
 
     def _message(self, received: Received) -> Message:
-        """Return the message that arrived; releasing it posts its memory again."""
+        """Return a `Message` for a completed receive; releasing the message posts its memory again."""
         return Message(received, self._release, self._collected)
 
     def _release(self, local: RegionSlice) -> None:
         """Post the memory of a released message again.
 
-        Raises what `fill` raises if this memory was not posted; the message can then be released again.
+        If this fails, raises the exceptions that `fill` raises; the message can then be released once more.
         """
         self._free.append(local)
         try:
@@ -106,26 +106,35 @@ class Refiller:
         except BaseException:
             try:
                 self._free.remove(local)
-            except ValueError:  # this memory was posted, and must not be posted twice: some other memory was not
+            except ValueError:  # this memory was posted and must not be posted twice; other memory was not posted
                 self._schedule_fill()
             else:
                 raise
 
     def _collected(self, local: RegionSlice) -> None:
-        """Free the memory of a message that was garbage-collected unreleased, and post it later, from any thread."""
+        """Free the memory of a message that was garbage collected without being released, and schedule posting it.
+
+        Can be called from any thread.
+        """
         self._free.append(local)
         self._schedule_fill()
 
     def _schedule_fill(self) -> None:
-        """Have the loop that opened the queue post all free memory, from any thread; do nothing if it is closed."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the queue is not filled any more
+        """Schedule `_fill_or_retry` on the loop that opened the queue pair; do nothing if that loop is closed.
+
+        Can be called from any thread.
+        """
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the queue is no longer filled
             self._loop.call_soon_threadsafe(self._fill_or_retry)
 
     def _fill_or_retry(self) -> None:
-        """Post all free memory, on the loop that opened the queue; retry while another thread is inside the domain."""
+        """Call `fill` on the loop that opened the queue pair; retry later if another thread is inside a verb.
+
+        :raises VerbsError: a receive cannot be posted.
+        """
         try:
             self.fill()
-        except ConcurrentAccessError:  # another thread is inside the domain
+        except ConcurrentAccessError:  # another thread is inside a verb on the domain
             self._loop.call_soon(self._fill_or_retry)
         except AffinityError:  # the loop's ownership was taken over
             return

@@ -31,20 +31,21 @@ class ResourceDomain(InterchangeableDomain):
     ``ibv_exp_create_res_domain``.
 
     It consists of a thread domain (for the thread models SINGLE and UNSAFE), a parent domain and a protection domain,
-    which are the attributes `td`, `parent` and `pd`. Made by `Device.resource_domain`.
+    which are available as the attributes `td`, `parent` and `pd`. Made by `Device.resource_domain`.
 
     :param device: device of the domain.
     :param device_context: open context of the device.
     :param budget: budget of native thread domains of the device.
-    :param pd: protection domain, or parent domain over one; None: make a new protection domain.
-    :param thread_model: threads that may use the resources of the domain.
+    :param pd: protection domain, or domain interchangeable with one, to build on; None to make a new protection domain.
+    :param thread_model: rule for the threads that may use the resources of the domain.
     :param message_model: how awaits on the completion queues of the domain wait.
-    :param allocator: allocator of the memory of queues; None: the provider's own.
+    :param allocator: allocator of the memory of queues; None for the provider's own.
     :param context: opaque user data, passed to the allocator.
-    :param require_native: raise on opening if the provider cannot drop its locks, instead of continuing with them.
+    :param require_native: True if opening must raise an error when the provider cannot drop its locks; False to
+        continue with the locks in this case.
     :raises TypeError: `pd` is of another type, or `allocator` lacks the methods of `Allocator`.
-    :raises RuntimeError: on opening with SINGLE: no asyncio event loop is running.
-    :raises VerbsError: on opening: a verb failed; with EOPNOTSUPP or ENOSPC also if `require_native` cannot be met.
+    :raises RuntimeError: on opening with the thread model SINGLE: no asyncio event loop is running.
+    :raises VerbsError: on opening: a verb failed; with EOPNOTSUPP or ENOSPC, also if `require_native` cannot be met.
     """
 
     def __init__(
@@ -77,14 +78,20 @@ class ResourceDomain(InterchangeableDomain):
         self.context = context
 
     def _owner(self) -> Affinity | None:
-        """Return the owner according to the thread model; None for SAFE.
+        """Return a new owner, as the thread model SINGLE or UNSAFE requires; None for SAFE, which needs none.
 
         :raises RuntimeError: the thread model is SINGLE, and no asyncio event loop is running.
         """
         return owner_for(self.thread_model)
 
     def _open(self) -> None:
-        """Open the parts: a protection domain if none was given, a thread domain unless SAFE, and a parent domain."""
+        """Open the parts of this domain: a thread domain, a parent domain, and a protection domain if none was given.
+
+        With the thread model SAFE, there is no thread domain.
+
+        :raises VerbsError: a verb failed, or ``require_native`` cannot be met.
+        :raises ClosedResourceError: the given protection domain is not open.
+        """
         owner = self._lifecycle.owner
         owns_pd = self._pd.state is ResourceState.NEW
         if owns_pd:
@@ -93,7 +100,7 @@ class ResourceDomain(InterchangeableDomain):
             self._td = open_part_now(
                 ThreadDomain(self, self._context, self._budget, require_native=self._require_native, owner=owner)
             )
-        # The parent domain is a child of this domain, too: closing this one closes it, after the queues on it.
+        # The parent domain is a child of this domain, too: closing this domain closes it, after the queues on it.
         self._parent = parent = ParentDomain(
             self, self._td, self.allocator, self.context, require_native=self._require_native
         )
@@ -104,19 +111,19 @@ class ResourceDomain(InterchangeableDomain):
 
     @property
     def base(self) -> ProtectionDomain:
-        """Protection domain that memory is registered on."""
+        """Protection domain that this resource domain is built on; memory is registered on it."""
         return self._pd
 
     pd = base
 
     @property
     def td(self) -> ThreadDomain | None:
-        """Thread domain; None for the thread model SAFE, or if the domain was never opened."""
+        """Thread domain of this domain; None for the thread model SAFE, or if this domain was never opened."""
         return self._td
 
     @property
     def parent(self) -> ParentDomain:
-        """Parent domain that the resources of this domain are made on; closed together with this domain.
+        """Parent domain on which the resources of this domain are made. It is closed together with this domain.
 
         :raises ClosedResourceError: the domain is not open.
         """
@@ -129,7 +136,7 @@ class ResourceDomain(InterchangeableDomain):
 
     @property
     def native(self) -> bool:
-        """Whether the domain is open and the provider takes no locks for resources made on it."""
+        """Whether the domain is open and the provider takes no locks for resources that are made on it."""
         return self._td is not None and self._td.native and self._parent is not None and self._parent.native
 
     @overload
@@ -140,20 +147,20 @@ class ResourceDomain(InterchangeableDomain):
         """Call a function on the event loop that owns the domain, from any asyncio event loop, and return its result.
 
         A plain function is called between the tasks of the owner's loop; a coroutine function is awaited in a task of
-        its own. The function runs with the caller's context variables. If the domain has no owner, or the
-        caller is the owner, the function is called directly. A cancellation of the caller is forwarded to the function
-        once; when the function has ended, the cancellation, or the exception that the function raised because of it, is
-        raised here.
+        its own. The function runs with the caller's context variables. If the domain has no owner, or the caller is on
+        the owner's loop, the function is called directly. If the caller is cancelled, the function is cancelled once,
+        and the caller still waits until the function has ended. Then the cancellation is raised, or the exception that
+        the function raised because of it. Exceptions raised by the function are raised here.
 
         :param function: function or coroutine function to call.
         :param args: positional arguments of the function.
         :param kwargs: keyword arguments of the function.
         :returns: the result of the function.
-        :raises AffinityError: the owner's loop is closed.
+        :raises AffinityError: the owner's loop is closed or its thread has ended.
         :raises RuntimeError: no asyncio event loop is running.
         :raises ForkedProcessError: the owner belongs to the parent process of a fork.
-        :raises BrokenResourceError: the owner's loop cancelled the function, as it does when it ends; or the function
-            ended that loop by SystemExit.
+        :raises BrokenResourceError: the owner's loop cancelled the function, for example because the loop ended; or the
+            function ended that loop with SystemExit or KeyboardInterrupt.
         :raises ClosedResourceError: the domain is not open.
         """
         self._check_open()

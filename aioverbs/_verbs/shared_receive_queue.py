@@ -41,7 +41,7 @@ class SharedReceiveQueueStatistics(ResourceStatistics):
     """Current depth and lifetime counters of a shared receive queue, from `SharedReceiveQueue.statistics`.
 
     :param depth: number of slots of the queue.
-    :param in_flight: number of slots in use: by receives that are posted or about to be posted.
+    :param in_flight: number of slots in use by receives that are posted or about to be posted.
     :param queued: number of receives waiting for a slot.
     :param posted: number of receives posted so far.
     :param completed: number of receives completed so far, successfully or not.
@@ -57,18 +57,20 @@ class SharedReceiveQueueStatistics(ResourceStatistics):
 class SharedReceiveQueue(AsyncEventSource[handles.SharedReceiveQueue], ReceiveVerbs):
     """A shared receive queue: ``ibv_create_srq``; ``ibv_create_srq_ex`` for XRC.
 
-    Made by the ``shared_receive_queue`` of a domain. Datagrams that a UD queue pair receives from it begin with the 40
-    bytes of their route (GRH).
+    Made by the method ``shared_receive_queue`` of a domain. Datagrams that a UD queue pair receives from it begin with
+    the 40 bytes of their route (GRH).
 
     :param domain: domain that the queue belongs to.
-    :param location: location in which the domain makes queues.
+    :param location: verbs objects and owner with which the domain makes its queues.
     :param max_wr: minimum number of receives that can be posted at once.
     :param max_sge: maximum number of scatter/gather entries of a receive.
-    :param limit: raise ``EventType.SRQ_LIMIT_REACHED`` once when fewer posted receives than this are left; 0: never.
+    :param limit: raise the event ``EventType.SRQ_LIMIT_REACHED`` once when fewer posted receives than this are left; 0
+        to never raise it.
     :param xrc_domain: XRC domain whose queue pairs use the queue; requires `cq`. None for an ordinary queue.
     :param cq: completion queue of the receives of an XRC queue; None for an ordinary queue.
     :raises ValueError: only one of `xrc_domain` and `cq` is given, or the message model of `cq` differs from that of
-        the resource domain; on opening: the device does not support the sizes, or `cq` lacks room for that many.
+        the resource domain; on opening: the device does not support the sizes, or `cq` lacks room for `max_wr`
+        completions.
     :raises AffinityError: on opening: another event loop owns the domain or `cq`.
     :raises VerbsError: on opening: the verb failed.
     """
@@ -94,7 +96,7 @@ class SharedReceiveQueue(AsyncEventSource[handles.SharedReceiveQueue], ReceiveVe
         self._xrc_domain = xrc_domain
         self._cq = cq
         self._work: WorkQueue | None = None
-        self._queue_pairs_by_cq: dict[CompletionQueue, int] = {}  # number of queue pairs that complete there
+        self._queue_pairs_by_cq: dict[CompletionQueue, int] = {}  # number of queue pairs whose receives complete there
         self._attach_lock = threading.Lock()
 
     def _owner(self) -> Affinity | None:
@@ -124,7 +126,7 @@ class SharedReceiveQueue(AsyncEventSource[handles.SharedReceiveQueue], ReceiveVe
 
     @property
     def _receive_queue(self) -> WorkQueue:
-        """Work queue of the receives.
+        """The `WorkQueue` through which receives are posted.
 
         :raises ClosedResourceError: the queue is not open.
         """
@@ -133,12 +135,12 @@ class SharedReceiveQueue(AsyncEventSource[handles.SharedReceiveQueue], ReceiveVe
         return self._work
 
     def _attach_queue_pair(self, cq: CompletionQueue, requests: QpWorkState) -> Callable[[], None]:
-        """Register a queue pair that takes receives from this queue.
+        """Register a queue pair that takes its receives from this queue.
 
         :param cq: completion queue in which the receives of the queue pair complete.
-        :param requests: work request state of the queue pair.
+        :param requests: state of the work requests of the queue pair.
         :returns: a function that unregisters the queue pair.
-        :raises ValueError: the completion queue has no room for all receives of this queue.
+        :raises ValueError: the completion queue does not have room for the completions of all receives of this queue.
         :raises ClosedResourceError: this queue or the completion queue is not open.
         """
         work, dispatcher = self._receive_queue, cq._cq_dispatcher
@@ -149,7 +151,11 @@ class SharedReceiveQueue(AsyncEventSource[handles.SharedReceiveQueue], ReceiveVe
         attach(work, dispatcher, requests)
 
         def detach_queue_pair() -> None:
-            """Unregister the queue pair; release the reserved completions with the last one of its completion queue."""
+            """Unregister the queue pair.
+
+            If no other queue pair of this queue uses the same completion queue, also release the entries that were
+            reserved there.
+            """
             detach(work, dispatcher, requests)
             with self._attach_lock:
                 self._queue_pairs_by_cq[cq] -= 1
@@ -162,8 +168,9 @@ class SharedReceiveQueue(AsyncEventSource[handles.SharedReceiveQueue], ReceiveVe
     def messages(
         self, pool: BufferPool, low: int | None = None
     ) -> AbstractAsyncContextManager[AsyncIterator[Message], None]:
-        """Return an async context manager of an iterator over messages that arrive at the queue pairs, in order of
-        completion; each item is a `Message`, which the caller releases.
+        """Return an async context manager that gives an iterator over the messages arriving at the queue pairs.
+
+        The iterator yields each message as a `Message`, in order of completion; the caller must release it.
 
             async with srq.messages(pool) as messages:
                 async for message in messages: ...
@@ -173,25 +180,31 @@ class SharedReceiveQueue(AsyncEventSource[handles.SharedReceiveQueue], ReceiveVe
         Releasing a message returns its buffer to the pool. Only one task may iterate at a time.
 
         After the block, receives that are still posted remain posted until the queue is closed. Messages that arrive in
-        them are dropped, as are messages that were not iterated over. The pool may be closed before the queue. The
-        event loop that enters the block owns it, even if any thread may use the queue.
+        them are dropped, as are messages that the iterator had not yielded yet. The pool may be closed before the
+        queue. The event loop that enters the block owns it, even if any thread may use the queue.
 
-        :param pool: pool of the buffers to receive into; while it is empty, senders wait.
-        :param low: refill the queue when fewer receives than this are left; None: half of the depth.
-        :raises AffinityError: on entering, leaving or iterating: another event loop owns the queue, or entered the
-            block; nothing was done.
+        :param pool: pool of the buffers to receive into. While it has no free buffer, the queue is not refilled, and
+            senders may have to wait.
+        :param low: number of posted receives, 1..depth-1, below which the queue is refilled; None for half of the
+            depth.
+        :returns: the context manager, which can be entered once.
+        :raises AffinityError: on entering or leaving, or during iteration: another event loop owns the queue or has
+            entered the block; nothing was done.
         :raises ValueError: on entering: `low` is not in 1..depth-1.
-        :raises RuntimeError: on entering: the block was entered before; on iterating: another task iterates.
-        :raises ClosedResourceError: on entering: the queue or the pool is not open; on iterating: the pool was closed.
-        :raises VerbsError: on entering or iterating: a receive cannot be posted.
-        :raises WorkCompletionError: on iterating: a receive failed; this ends the iteration.
+        :raises RuntimeError: on entering: the context manager was entered before, or no asyncio event loop is running;
+            during iteration: another task is waiting for the next message.
+        :raises ClosedResourceError: on entering: the queue or the pool is not open; during iteration: the pool was
+            closed.
+        :raises ConcurrentAccessError: on entering: another thread is inside a verb on the same unlocked domain.
+        :raises VerbsError: on entering or during iteration: a receive cannot be posted.
+        :raises WorkCompletionError: during iteration: a receive failed; this ends the iteration.
         """
         name = f"messages of {self!r}"
         return OwnedContext(name, self._messages(pool, low), lambda: self._lifecycle.check_owner("messages"))
 
     @contextlib.asynccontextmanager
     async def _messages(self, pool: BufferPool, low: int | None) -> AsyncIterator[AsyncIterator[Message]]:
-        """Give the iterator over messages, as `messages` does, on the running event loop."""
+        """Return the async context manager that `messages` describes, for the running event loop."""
         low = max(self.depth // 2, 1) if low is None else low
         if not 1 <= low < self.depth:
             raise ValueError(f"`low` must be 1 to {self.depth - 1} for {self.depth} receives, got {low}")
@@ -221,13 +234,15 @@ class SharedReceiveQueue(AsyncEventSource[handles.SharedReceiveQueue], ReceiveVe
         posted: "_PostedBuffers",
         low: int,
     ) -> None:
-        """Fill the queue at each SRQ_LIMIT_REACHED until it is closed; an error ends the iteration over messages.
+        """Refill the queue whenever the event SRQ_LIMIT_REACHED arrives, until the queue is closed.
 
-        :param events: events of this queue, which are closed at the end.
+        An error is not raised here, but ends the iteration over the messages, which raises it.
+
+        :param events: iterator over the events of this queue; it is closed at the end.
         :param pool: pool of the buffers to receive into.
         :param inbox: destination of the messages.
-        :param posted: posted buffers, to which new ones are added.
-        :param low: limit to arm after filling, in receives.
+        :param posted: record of the posted buffers, to which new ones are added.
+        :param low: limit to arm after each refill: number of receives below which the event is raised.
         """
         try:
             async with contextlib.aclosing(events):
@@ -242,11 +257,14 @@ class SharedReceiveQueue(AsyncEventSource[handles.SharedReceiveQueue], ReceiveVe
             close_inbox(inbox, error)
 
     async def _fill(self, pool: BufferPool, inbox: Inbox, posted: "_PostedBuffers", low: int) -> None:
-        """Post buffers until the queue is full, waiting for the pool while it is empty, and arm the limit `low`.
+        """Post buffers from the pool until the queue is full, then arm the limit `low`.
+
+        If the pool has no free buffer, wait for one. The parameters are those of `_keep_filled`.
 
         :raises ClosedResourceError: the queue or the pool is not open.
         :raises AffinityError: another event loop owns the queue.
-        :raises ConcurrentAccessError: another thread is inside the domain; the buffers posted so far stay posted.
+        :raises ConcurrentAccessError: another thread is inside a verb on the same unlocked domain; the buffers that
+            have been posted stay posted.
         :raises VerbsError: a receive cannot be posted, or the limit cannot be armed.
         """
         while self._receive_queue.in_flight + self._receive_queue.queued < self.depth:
@@ -264,29 +282,30 @@ class SharedReceiveQueue(AsyncEventSource[handles.SharedReceiveQueue], ReceiveVe
 
     @property
     def depth(self) -> int:
-        """Number of receives that can be posted at once, as asked for."""
+        """Number of receives that can be posted at once, as requested when the queue was made."""
         return self._sizes[0]
 
     @property
     def number(self) -> int:
-        """Number of the shared receive queue, which XRC peers address, 0..2**24-1: ``ibv_get_srq_num``.
+        """Number of the shared receive queue, to which XRC peers send, 0..2**24-1: ``ibv_get_srq_num``.
 
-        :raises VerbsError: with EINVAL, the queue is not for XRC.
+        :raises VerbsError: with EINVAL if the queue is not for XRC.
         :raises ClosedResourceError: the queue is not open.
         """
         return self.handle.number
 
     def query(self) -> SrqAttributes:
-        """Return the sizes and the limit of the queue: ``ibv_query_srq``.
+        """Query the sizes and the current limit of the queue, and return them as `SrqAttributes`: ``ibv_query_srq``.
 
         :raises VerbsError: the verb failed.
         :raises ClosedResourceError: the queue is not open.
         :raises AffinityError: another event loop owns the queue; nothing was done.
+        :raises ConcurrentAccessError: another thread is inside a verb on the same unlocked domain; nothing was done.
         """
         return self.handle.query()
 
     def statistics(self) -> SharedReceiveQueueStatistics:
-        """Return the current depth and the lifetime counters; counters are 0 if the queue was never opened."""
+        """Return the `SharedReceiveQueueStatistics`: current depth, and lifetime counters; 0 if never opened."""
         work = self._work
         counts = (work.in_flight, work.queued, work.posted, work.completed) if work is not None else (0,) * 4
         return SharedReceiveQueueStatistics(len(self._lifecycle.children), self.depth, *counts)
@@ -295,7 +314,7 @@ class SharedReceiveQueue(AsyncEventSource[handles.SharedReceiveQueue], ReceiveVe
 class _PostedBuffers:
     """Buffers posted to a shared receive queue, until a message arrives in them.
 
-    Any thread may call the methods: shared state is changed by single atomic operations only.
+    Any thread may call the methods: shared state is changed only by single atomic operations.
     """
 
     def __init__(self) -> None:
@@ -307,30 +326,36 @@ class _PostedBuffers:
         self._buffers[id(buffer)] = buffer
 
     def message(self, received: Received) -> Message | None:
-        """Return the message that arrived; None if the block has ended: its buffer was already released then."""
+        """Return a `Message` for a completed receive, and forget its buffer, which the message now owns.
+
+        After `release`, return None instead: the message is dropped, and its buffer was already released.
+        """
         self._buffers.pop(id(received.local), None)
         return None if self._ended else Message(received, LeasedBuffer.release, None)
 
     def unused(self, buffer: LeasedBuffer) -> None:
-        """Release a buffer that no message will arrive in."""
+        """Forget and release a buffer in which no message will arrive, such as that of a failed receive."""
         self._buffers.pop(id(buffer), None)
         buffer.release()
 
     def release(self) -> None:
-        """Drop messages from now on: each buffer returns to the pool when its receive ends, whatever arrives in it."""
+        """Release all posted buffers, and drop all messages that arrive from now on.
+
+        Each buffer returns to the pool when its receive has ended, even if a message arrives in it.
+        """
         self._ended = True
         for buffer in tuple(self._buffers.values()):
             buffer.release()
 
 
 class _ReceiveCleanup:
-    """Ending of the receives of a shared receive queue, after it is destroyed."""
+    """Ends the receives of a shared receive queue after it has been destroyed."""
 
     def __init__(self) -> None:
         self.work: WorkQueue | None = None
 
     def destroy(self) -> None:
-        """Complete the remaining receives as if they were flushed: the device does not use them any more."""
+        """Complete all receives that are left as if they were flushed; the device no longer uses their memory."""
         if self.work is not None:
             self.work.abandon(WcStatus.WR_FLUSH_ERR, None)
 

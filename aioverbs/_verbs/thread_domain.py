@@ -1,4 +1,4 @@
-"""Thread domains, whose resources are used by one thread without locks, and the budget of native ones per device."""
+"""Thread domains, whose resources one thread uses without locks, and the budget of native ones per device."""
 
 import errno
 import logging
@@ -15,7 +15,7 @@ __all__ = ["ThreadDomain", "ThreadDomainBudget"]
 
 logger = logging.getLogger("aioverbs")
 
-# Errors of providers without thread domains, or without any left: they use up registers of the device.
+# Errors of providers that have no thread domains, or none left: each one uses registers of the device.
 _NO_THREAD_DOMAIN = {errno.EOPNOTSUPP, errno.ENOSPC, errno.ENOMEM}
 
 
@@ -25,7 +25,7 @@ class ThreadDomainBudget:
     On a NIC each native thread domain takes a hardware register that other objects need as well. The budget also
     remembers which warnings were logged for the device.
 
-    :param limit: maximum number of native thread domains in use at once; None: no limit.
+    :param limit: maximum number of native thread domains in use at once; None if there is no limit.
     :raises ValueError: the limit is negative.
     """
 
@@ -38,7 +38,7 @@ class ThreadDomainBudget:
         self._lock = threading.Lock()
 
     def take(self) -> bool:
-        """Take one thread domain from the budget, and return whether there was one."""
+        """Take one native thread domain from the budget; return False and do nothing if the limit is reached."""
         with self._lock:
             if self.limit is not None and self.used >= self.limit:
                 return False
@@ -46,15 +46,15 @@ class ThreadDomainBudget:
             return True
 
     def destroy(self) -> None:
-        """Return one thread domain to the budget. `Lifecycle` calls this as it does for handles."""
+        """Give one native thread domain back to the budget. `Lifecycle` calls this when it destroys the handles."""
         with self._lock:
             self.used -= 1
 
     def warn_once(self, what: str, message: str, *arguments: object) -> None:
-        """Log a warning, unless one with the same key was logged before.
+        """Log a warning, unless a warning with the same key was already logged for this device.
 
         :param what: key of the warning.
-        :param message: message with the placeholders of `logging`.
+        :param message: message that may contain placeholders of `logging`.
         :param arguments: values of the placeholders.
         """
         with self._lock:
@@ -70,10 +70,10 @@ class ThreadDomain(Resource):
 
     "Any objects created under this thread domain will disable internal locking": only the thread of the event loop that
     opens the thread domain may use these objects, and every call checks this. If the provider has no thread domains
-    left, the checks are the same, but the provider keeps its locks.
+    left, the checks are the same, but the provider continues to use its locks.
 
     :raises RuntimeError: on opening: no asyncio event loop is running.
-    :raises VerbsError: on opening: the verb failed; with ``require_native`` also if no native thread domain is left.
+    :raises VerbsError: on opening: the verb failed; with ``require_native``, also if no native thread domain is left.
     """
 
     def __init__(
@@ -93,16 +93,18 @@ class ThreadDomain(Resource):
         self._handle: core.ThreadDomain | None = None
 
     def _owner(self) -> Affinity | None:
-        """Return the owner given to the constructor, else the running event loop and its thread.
+        """Return the owner given to the constructor, or else the running event loop with its thread.
 
         :raises RuntimeError: no owner was given, and no asyncio event loop is running.
         """
         return self._explicit_owner or owner_for(ThreadModel.SINGLE)
 
     def _open(self) -> None:
-        """Create the thread domain; without a native one, go on without and log a warning.
+        """Create the thread domain.
 
-        :raises VerbsError: the verb failed; with ``require_native`` also if no native thread domain is left.
+        If no native one is available and ``require_native`` is False, log a warning and continue without one.
+
+        :raises VerbsError: the verb failed; with ``require_native``, also if no native thread domain is left.
         """
         if not self._budget.take():
             reason = f"all {self._budget.limit} native ones are in use (max_native_thread_domains)"
@@ -122,18 +124,18 @@ class ThreadDomain(Resource):
             self._lifecycle.hold(self._handle)
 
     def _degrade(self, reason: str) -> None:
-        """Log, once per device, that thread domains are not native from here on, with the reason."""
+        """Log a warning, once per device, that thread domains are not native from now on, with the reason."""
         message = "%s: thread domains are not native from here on, the provider keeps its locks: %s"
         self._budget.warn_once("td", message, self._context.name, reason)
 
     @property
     def native(self) -> bool:
-        """Whether the domain is open and the provider takes no locks for resources made on it."""
+        """Whether the domain is open and the provider takes no locks for resources that are made on it."""
         return self._handle is not None and self.state is ResourceState.OPEN
 
     @property
     def handle(self) -> core.ThreadDomain | None:
-        """Verbs object of the thread domain; None if it is not native.
+        """Handle of the native thread domain; None if this thread domain is not native.
 
         :raises ClosedResourceError: the domain is not open.
         """

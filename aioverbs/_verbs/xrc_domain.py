@@ -15,8 +15,8 @@ __all__ = ["XrcDomain"]
 class XrcDomain(HandleResource[handles.XrcDomain]):
     """An XRC domain: ``ibv_open_xrcd``. Any event loop may use it. Made by `Device.xrc_domain`.
 
-    An inode identifies at most one domain, regardless of the process that opens it and of the name or inherited
-    descriptor used. The domain is destroyed when the last process closes it or ends. Receives of a shared receive queue
+    An inode identifies at most one domain, no matter which process opens it, and whether by name or with an inherited
+    descriptor. The domain is destroyed when the last process closes it or ends. Receives of a shared receive queue
     are processed by the process that made the queue.
 
     On the software device, this holds among processes with the same AIOVERBS_SOFT_DIRECTORY, and a forked child counts
@@ -26,7 +26,7 @@ class XrcDomain(HandleResource[handles.XrcDomain]):
     :param device: device of the domain.
     :param context: open context of the device.
     :param fd: "the file descriptor to associate with the XRCD": processes that open the same inode open the same
-        domain; -1: no inode, so no other process can open the domain.
+        domain; -1 for a domain without an inode, which no other process can open.
     :param oflag: ``os.O_CREAT``: create the domain if it does not exist; with ``os.O_EXCL``, opening fails if it
         exists. Without ``os.O_CREAT``, opening fails if it does not exist.
     :raises VerbsError: on opening: the verb failed.
@@ -43,23 +43,25 @@ class XrcDomain(HandleResource[handles.XrcDomain]):
         self._lifecycle.hold(self._handle)
 
     def queue_pair(self, *, port: int = 1, gid_index: int | None = None) -> QueuePair:
-        """Return an XRC_RECV queue pair of this domain, to be opened.
+        """Return a new XRC_RECV queue pair on this domain, to be opened.
 
-        The queue pair has no queues: messages go to the shared receive queues whose numbers the peer gives.
+        The queue pair has no queues: each message goes to the shared receive queue whose number the peer specifies.
 
         :param port: number of the device port to respond from.
-        :param gid_index: index of the port's GID to respond from; None: see `QueuePair`.
+        :param gid_index: index of the port's GID to respond from; None to have one chosen as described in `QueuePair`.
         :raises ClosedResourceError: on opening: the domain is not open.
         :raises VerbsError: on opening: the verb failed.
         """
         return QueuePair(self, None, None, qp_type=QpType.XRC_RECV, xrc_domain=self, port=port, gid_index=gid_index)
 
     async def aclose(self) -> None:
-        """Close the domain: ``ibv_close_xrcd``. In the child of a fork this does nothing, because the parent owns the
-        domain.
+        """Close the domain: ``ibv_close_xrcd``.
 
-        :raises BusyResourceError: a queue is still associated with the domain, and the verb would fail; nothing was
-            done.
+        In the child of a fork, do nothing, because the parent process owns the domain. If the domain is already closed,
+        do nothing.
+
+        :raises BusyResourceError: a queue pair or shared receive queue on this domain is still open, so that the verb
+            would fail; nothing was done.
         :raises VerbsError: the verb failed; the domain is still open and can be closed again.
         """
         if self._lifecycle.children and not self._lifecycle.inherited:

@@ -43,7 +43,7 @@ def check_queue_pair(qp: QueuePair, attributes: QpAttrs) -> None:
     :raises BusyResourceError: another thread is changing the state of the queue pair.
     """
     if qp.handle.context.software:
-        advice = "the software device has no IP address: connect its queue pairs by QueuePair.connect"
+        advice = "the software device has no IP address: connect its queue pairs with QueuePair.connect"
         raise VerbsError("rdma_connect", errno.EOPNOTSUPP, advice)
     if qp.qp_type is not QpType.RC:
         raise ValueError(f"{qp!r} is of type {qp.qp_type.name}: rdma_cm connects queue pairs of type RC")

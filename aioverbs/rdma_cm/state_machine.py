@@ -284,7 +284,7 @@ class CmStateMachine:
             raise BrokenResourceError(
                 f"{operation}: the identifier failed before and can only be closed: {self._failure}"
             ) from self._failure
-        raise QueuePairStateError(f"{operation}: the identifier must be {needed.value}, and is {self.state.value}")
+        raise QueuePairStateError(f"{operation}: the identifier must be {needed.value}, but is {self.state.value}")
 
     async def expect(self, kind: CmEventType, verb: str) -> core.Event:
         """Wait for the next event of this identifier and return it, after checking that its type is `kind`.
@@ -310,7 +310,7 @@ class CmStateMachine:
         :raises Exception: if the identifier has failed, the exception that describes the failure.
         """
         if self._closed:
-            raise ClosedResourceError(f"{verb}: the identifier was closed meanwhile")
+            raise ClosedResourceError(f"{verb}: the identifier was closed during the call")
         if self._failure is not None:
             raise self._failure
 
@@ -321,7 +321,7 @@ class CmStateMachine:
         """
         name = self.handle.device_name
         if name != qp.handle.context.name:
-            raise ValueError(f"{qp!r} is of device {qp.handle.context.name}, but the route to the peer uses {name}")
+            raise ValueError(f"{qp!r} is on device {qp.handle.context.name}, but the route to the peer uses {name}")
 
     def to_init(self, qp: QueuePair, access: AccessFlags | None) -> None:
         """Move a queue pair to INIT, with the P_Key index and the port that librdmacm supplies.

@@ -152,7 +152,7 @@ async def test_a_rejection_carries_its_private_data(identifier: FakeIdentifier) 
     assert caught.value.private_data == b"busy"
     for what, stage in (("resolve", CmState.NEW), ("connect", CmState.RESOLVED)):  # another identifier may ask again
         state_machine.check(what, stage)
-    with pytest.raises(QueuePairStateError, match="must be requested by a peer, and is rejected"):
+    with pytest.raises(QueuePairStateError, match="must be requested by a peer, but is rejected"):
         state_machine.check("accept", CmState.REQUESTED)
     state_machine.on_event(event(CmEventType.DEVICE_REMOVAL))
     with pytest.raises(
@@ -222,7 +222,7 @@ async def test_a_cancelled_step_fails_the_identifier(identifier: FakeIdentifier)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    with pytest.raises(QueuePairStateError, match="the identifier must be resolved, and is failed"):
+    with pytest.raises(QueuePairStateError, match="the identifier must be resolved, but is failed"):
         state_machine.check("connect", CmState.RESOLVED)
 
 

@@ -207,7 +207,7 @@ async def test_a_rejected_connection(channel: Channel, listener: Listener, ends:
         connecting = asyncio.create_task(active.connect(qp))
         async with await anext(listener) as passive:
             await passive.reject(b"not today")
-            with pytest.raises(QueuePairStateError, match="must be requested by a peer, and is ended"):
+            with pytest.raises(QueuePairStateError, match="must be requested by a peer, but is ended"):
                 await passive.accept(qp)
         with pytest.raises(ConnectionRejectedError, match="the listening program rejected it") as caught:
             await connecting
@@ -351,7 +351,7 @@ async def test_invalid_arguments_are_refused_before_contacting_the_peer(
         domain.queue_pair(cq) as soft_qp,
         channel.identifier() as active,
     ):
-        with pytest.raises(QueuePairStateError, match="connect: the identifier must be resolved, and is new"):
+        with pytest.raises(QueuePairStateError, match="connect: the identifier must be resolved, but is new"):
             await active.connect(qp)
         with pytest.raises(QueuePairStateError, match="is not connected"):
             await active.disconnect()
@@ -510,7 +510,7 @@ async def test_cancelled_and_closed_waiters(channel: Channel, listener: Listener
         task = asyncio.create_task(connecting.connect(qp))
         await asyncio.sleep(0)
         await connecting.aclose()
-        with pytest.raises(ClosedResourceError, match="closed meanwhile"):
+        with pytest.raises(ClosedResourceError, match="closed during the call"):
             await task
 
 

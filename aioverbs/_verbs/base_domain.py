@@ -117,7 +117,7 @@ class Domain(HandleResource[handles.ProtectionDomain]):
         """
         if qp_type is QpType.XRC_RECV:
             raise ValueError(
-                "a queue pair of type XRC_RECV has no protection domain: make it by XrcDomain.queue_pair()"
+                "a queue pair of type XRC_RECV has no protection domain: make it with XrcDomain.queue_pair()"
             )
         return QueuePair(
             self,

@@ -305,7 +305,7 @@ class SharedProtectionDomain(Resource):
         :raises ClosedResourceError: the shared protection domain was never opened.
         """
         if self._id is None:
-            raise ClosedResourceError(f"{self!r} is not open: open it by `async with`; after closing, make a new one")
+            raise ClosedResourceError(f"{self!r} is not open: open it with `async with`; after closing, make a new one")
         return self._id
 
 
@@ -376,7 +376,7 @@ class ParentDomain(InterchangeableDomain):
             from_allocator = error.__cause__ is not None  # the allocator raised, or returned unusable memory
             if error.errno not in _NO_PARENT_DOMAIN or from_allocator or self._require_native:
                 raise
-            message = "%s: parent domains are not native from here on, their protection domains stand for them: %s"
+            message = "%s: parent domains are not native from here on, protection domains are used instead: %s"
             # A string, so that the log record keeps no frames alive.
             self._budget.warn_once("parent domain", message, self._context.name, str(error))
             self._handle = self._pd.handle

@@ -361,7 +361,7 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         other = qp_state_machine.COUNTERPART[self.qp_type]
         if remote.qp_type != other:
             raise ValueError(
-                f"{self!r} is of type {self.qp_type.name} and talks to type {other.name}, not {remote.qp_type.name}"
+                f"{self!r} is of type {self.qp_type.name} and connects to type {other.name}, not {remote.qp_type.name}"
             )
 
     def _defaults(self, limits: Limits, remote: Endpoint | None) -> QpAttrs:

@@ -125,7 +125,7 @@ class ThreadDomain(Resource):
 
     def _degrade(self, reason: str) -> None:
         """Log a warning, once per device, that thread domains are not native from now on, with the reason."""
-        message = "%s: thread domains are not native from here on, the provider keeps its locks: %s"
+        message = "%s: thread domains are not native from here on, and the provider uses locks: %s"
         self._budget.warn_once("td", message, self._context.name, reason)
 
     @property

@@ -495,9 +495,9 @@ MISTAKES = [
         UC, RESET, lambda qp: qp.connect(replace(ELSEWHERE, qp_type=UC), rnr_retry=1), r"not allowed .*: rnr_retry$"
     ),
     Mistake(RC, RESET, lambda qp: qp.connect(ELSEWHERE, READ, qp_access_flags=WRITE), r"give one of them$", TypeError),
-    Mistake(RC, RESET, lambda qp: qp.connect(replace(ELSEWHERE, qp_type=UC)), r"talks to type RC, not UC$", ValueError),
-    Mistake(XRC_SEND, RESET, lambda qp: qp.connect(ELSEWHERE), r"talks to type XRC_RECV, not RC$", ValueError),
-    Mistake(XRC_RECV, RESET, lambda qp: qp.connect(ELSEWHERE), r"talks to type XRC_SEND, not RC$", ValueError),
+    Mistake(RC, RESET, lambda qp: qp.connect(replace(ELSEWHERE, qp_type=UC)), r"to type RC, not UC$", ValueError),
+    Mistake(XRC_SEND, RESET, lambda qp: qp.connect(ELSEWHERE), r"connects to type XRC_RECV, not RC$", ValueError),
+    Mistake(XRC_RECV, RESET, lambda qp: qp.connect(ELSEWHERE), r"connects to type XRC_SEND, not RC$", ValueError),
     Mistake(
         UD, RESET, lambda qp: qp.connect(qp.local_endpoint()), r"is of type UD, which is connectionless", ValueError
     ),

@@ -224,5 +224,5 @@ async def test_messages_reach_the_shared_receive_queue_that_they_name(device: De
             await receiver.send(region[:4])
         with pytest.raises(ValueError, match="`xrc_domain` and `cq` go together"):
             domain.shared_receive_queue(4, cq=cq)
-        with pytest.raises(ValueError, match=r"make it by XrcDomain.queue_pair\(\)"):
+        with pytest.raises(ValueError, match=r"make it with XrcDomain.queue_pair\(\)"):
             domain.queue_pair(cq, qp_type=QpType.XRC_RECV)

@@ -21,7 +21,7 @@ from aioverbs.errors import VerbsError
 __all__ = ["ProcessBackend", "SocketCallFactory", "ThreadBackend"]
 
 SocketCallFactory = Callable[[socket.socket, Callable[[bool], object]], object]
-"""Function that makes a call from a socket and a callback that takes a bool: see `SocketCall`."""
+"""Function that takes a socket and a callback for a bool, and returns the payload of a call: see `SocketCall`."""
 
 
 class ThreadBackend:
@@ -41,29 +41,36 @@ class ThreadBackend:
         self._settings = settings
 
     def owner(self) -> Affinity | None:
-        """Return None: any event loop may close the pool."""
+        """Return None: a pool of threads has no owner, so any event loop may close it."""
         return None
 
     def open(self) -> None:
-        """Check that an asyncio event loop is running.
+        """Check that an asyncio event loop is running. Worker threads need no other preparation.
 
-        :raises RuntimeError: none is running.
+        :raises RuntimeError: no asyncio event loop is running.
         """
         running_loop()
 
     def spawn(self, supervisor: Supervisor, number: int, counts: Counts) -> WorkerHandle:
-        """Return the handle of a new worker, which is not started."""
+        """Return the handle of a new worker thread, which is not started yet.
+
+        :param supervisor: supervisor of the pool.
+        :param number: number of the worker in its pool.
+        :param counts: counts of the worker and of the workers that it replaces.
+        """
         return ThreadWorker(supervisor, number, counts, self._device, self._pd, self._settings)
 
     def make_payload(self, function: Callable[..., Any], args: tuple[Any, ...]) -> object:
-        """Return a call of a function in the form that `Supervisor.send` takes: a tuple of function and arguments."""
+        """Return the payload of a call for `Supervisor.send`: the tuple ``(function, args)``."""
         return function, args
 
     def socket_call_factory(self, function: Callable[..., Any], args: tuple[Any, ...]) -> SocketCallFactory:
-        """Return a function that makes calls with a socket and a callback as first arguments.
+        """Return a factory of calls that pass a socket and a callback to a function.
 
-        :param function: function that takes a socket, a callback that takes a bool, and the arguments.
+        :param function: function that a worker calls with a socket, a callback that takes a bool, and `args`.
         :param args: further positional arguments of the function.
+        :returns: function that takes the socket and the callback of one call, and returns the payload of that call for
+            `Supervisor.send`.
         """
         return lambda sock, report: (function, (sock, report, *args))
 
@@ -79,16 +86,18 @@ class ProcessBackend(ThreadBackend):
         self._shared: SharedProtectionDomain | None = None
 
     def owner(self) -> Affinity | None:
-        """Return the running loop, which communicates with the workers.
+        """Return the running loop and its thread as the owner: only that loop communicates with the workers.
 
         :raises RuntimeError: no asyncio event loop is running.
         """
         return Affinity.of_running_loop()
 
     def open(self) -> None:
-        """Share the protection domain, if the device can share it between processes.
+        """Prepare the settings of the worker processes, and share the pool's protection domain if the device can.
 
-        :raises VerbsError: the domain cannot be shared for another reason than EOPNOTSUPP.
+        If the device cannot share it between processes, each worker will open a protection domain of its own.
+
+        :raises VerbsError: sharing the domain failed with an error other than EOPNOTSUPP.
         :raises RuntimeError: no asyncio event loop is running.
         """
         self._owner = Affinity.of_running_loop()
@@ -107,11 +116,16 @@ class ProcessBackend(ThreadBackend):
         )
 
     def spawn(self, supervisor: Supervisor, number: int, counts: Counts) -> WorkerHandle:
-        """Return the handle of a new worker, which is not started."""
+        """Return the handle of a new worker process, which is not started yet.
+
+        :param supervisor: supervisor of the pool.
+        :param number: number of the worker in its pool.
+        :param counts: counts of the worker and of the workers that it replaces.
+        """
         return ProcessWorker(supervisor, number, counts, self._owner, self._process_settings, self._shared)
 
     def make_payload(self, function: Callable[..., Any], args: tuple[Any, ...]) -> object:
-        """Return a call of a function, pickled, in the form that `Supervisor.send` takes.
+        """Return the payload of a call for `Supervisor.send`: the function and its arguments as pickled bytes.
 
         :raises pickle.PicklingError: the function or an argument cannot be pickled; `pickle` may raise other exceptions
             instead.
@@ -119,10 +133,13 @@ class ProcessBackend(ThreadBackend):
         return pickled_call(function, args)
 
     def socket_call_factory(self, function: Callable[..., Any], args: tuple[Any, ...]) -> SocketCallFactory:
-        """Return a function that makes calls with a socket and a callback as first arguments.
+        """Return a factory of calls that pass a socket and a callback to a function.
 
-        :param function: function that takes a socket, a callback that takes a bool, and the arguments.
+        :param function: function that a worker calls with a socket, a callback that takes a bool, and `args`.
         :param args: further positional arguments of the function.
-        :raises pickle.PicklingError: see `make_payload`.
+        :returns: function that takes the socket and the callback of one call, and returns a `SocketCall`, the payload
+            of that call for `Supervisor.send`.
+        :raises pickle.PicklingError: the function or an argument cannot be pickled; `pickle` may raise other exceptions
+            instead.
         """
         return functools.partial(SocketCall, pickled_call(function, args))

@@ -25,12 +25,12 @@ class CallFuture(concurrent.futures.Future[T]):
     """Future of a call that `WorkerPool.start_soon` started.
 
     A task on any loop, or a thread without a loop, can wait for the call and cancel it. If the call fails and its
-    result is never retrieved, the logger ``aioverbs.pool`` logs an error. In the child of a fork, a call that was in
-    flight at the fork belongs to the parent, and its end is not reported.
+    result is never retrieved, the logger ``aioverbs.pool`` logs an error. In a forked child, a call that was in flight
+    at the fork belongs to the parent process, and its end is not reported.
 
     If the event loop that opened a pool of processes is closed, or its thread has ended, no event reports the end of
-    the call. Then only the methods of this class detect the end, by polling: `done`, `wait`, `result`, `exception` and
-    `cancel`. Callbacks and `concurrent.futures.wait` do not.
+    the call. Then only the methods `done`, `wait`, `result`, `exception` and `cancel` detect the end, by polling.
+    Callbacks and `concurrent.futures.wait` do not detect it.
     """
 
     def __init__(self) -> None:
@@ -41,19 +41,19 @@ class CallFuture(concurrent.futures.Future[T]):
         self._is_retrieved = False
 
     def on_sent(self, withdraw: Callable[[], None], poll: Callable[[], float | None] | None) -> None:
-        """Record how to cancel and to poll the call. The pool calls this after sending the call.
+        """Record the functions that cancel and poll the call. The pool calls this after sending the call.
 
         :param withdraw: function that cancels the call on its worker.
-        :param poll: function that ends the call if no event can report its end any more. It returns the number of
-            seconds until the next poll, or None if no further poll is needed. None instead of a function: the end of
-            the call is always reported.
+        :param poll: function that ends the call if its worker has ended and no event reported this. It returns the
+            number of seconds until the next poll, or None if no further poll is needed. Pass None instead of a function
+            if an event always reports the end of the call.
         """
         self._withdraw, self._poll = withdraw, poll
         if super().done():
             self._withdraw = self._poll = None
 
     def settle(self, result: T | None, error: BaseException | None) -> None:
-        """Set the result or the error of the call, and wake all waiters. Call once, from any thread.
+        """Set the result or the exception of the call, and wake all waiters. Call only once; any thread may do so.
 
         :param result: result of the function, if `error` is None.
         :param error: exception of the call; None if the function returned. `asyncio.CancelledError` cancels the future.
@@ -68,7 +68,10 @@ class CallFuture(concurrent.futures.Future[T]):
             self.set_result(result)  # type: ignore[arg-type]  # the result, of type T
 
     def _belongs_to_parent(self) -> bool:
-        """Return whether the call was in flight at the fork that made this process. Every method checks this first."""
+        """Return whether this process was forked while the call was in flight, so that the call belongs to the parent.
+
+        All methods for the user of the future check this first.
+        """
         if self._forks == forks.count:
             return False
         if self._state in (PENDING, RUNNING):  # without the lock: a thread that held it at the fork is missing here
@@ -78,31 +81,35 @@ class CallFuture(concurrent.futures.Future[T]):
         return False
 
     def _check_process(self) -> None:
-        """Check that the call was not in flight at the fork that made this process.
+        """Check that the call does not belong to the parent process.
 
-        :raises ForkedProcessError: the call was in flight then.
+        :raises ForkedProcessError: this process was forked while the call was in flight.
         """
         if self._belongs_to_parent():
             raise ForkedProcessError(f"the {type(self).__name__}")  # repr(self) would take the lock
 
     def done(self) -> bool:
-        """Return whether the call has ended. In the child of a fork: False if it was in flight at the fork."""
+        """Return whether the call has ended: it returned, raised an exception or was cancelled.
+
+        Always False in a forked child if the call was in flight at the fork.
+        """
         if self._belongs_to_parent():
             return False
         self._poll_now()
         return super().done()
 
     def _poll_now(self) -> float | None:
-        """End the call if no event can report its end any more.
+        """End the call if its worker has ended and no event reported this.
 
-        :returns: seconds until the next poll, or None if no further poll is needed.
+        :returns: seconds until the next poll; None if no further poll is needed.
         """
         return poll() if (poll := self._poll) is not None else None
 
     def _wait_polling(self, timeout: float | None) -> float | None:
-        """Wait as long as polling is needed.
+        """Poll the call until it has ended, no further poll is needed or the timeout has expired.
 
-        :returns: timeout in seconds for the rest of the wait; None: no limit.
+        :param timeout: maximum time to poll, in seconds; None if there is no limit.
+        :returns: timeout for the wait that follows: 0 if the time has expired, else `timeout`.
         """
         deadline = time.monotonic() + timeout if timeout is not None else math.inf
         while (interval_s := self._poll_now()) is not None:
@@ -112,12 +119,13 @@ class CallFuture(concurrent.futures.Future[T]):
         return timeout
 
     def cancel(self) -> bool:
-        """Cancel the function on its worker, without waiting for its end.
+        """Request the cancellation of the function on its worker, without waiting for the function to end.
 
         The function may still return, or raise another exception.
 
-        :returns: True if the call had not ended, or was cancelled before; False if it ended otherwise. False in the
-            child of a fork if the call was in flight at the fork; then nothing is done.
+        :returns: True if the cancellation was requested, or the call was cancelled before; False if the call had
+            already returned or raised. False in a forked child if the call was in flight at the fork; then nothing is
+            done.
         """
         if self._belongs_to_parent():
             return False
@@ -128,15 +136,17 @@ class CallFuture(concurrent.futures.Future[T]):
         return True
 
     async def wait(self) -> T:
-        """Wait for the end of the call. Any asyncio event loop may call this.
+        """Wait for the end of the call and return the result of the function.
 
-        A cancellation of the waiting task also cancels the call, and does not wait for its end.
+        Can be called from any asyncio event loop. If the waiting task is cancelled, the call is cancelled as well, but
+        the task does not wait for its end.
 
         :returns: the result of the function.
-        :raises ForkedProcessError: the call was in flight at the fork that made this process.
+        :raises ForkedProcessError: this process was forked while the call was in flight.
         :raises asyncio.CancelledError: the call or the waiting task was cancelled.
         :raises RuntimeError: no asyncio event loop is running.
-        :raises Exception: as for `WorkerPool.run`, or whatever the function raised.
+        :raises Exception: whatever the function raised; or the call failed for a reason that `WorkerPool.run`
+            describes, such as the death of the worker.
         """
         self._check_process()
         future = asyncio.wrap_future(self)
@@ -150,26 +160,27 @@ class CallFuture(concurrent.futures.Future[T]):
         return await future
 
     def result(self, timeout: float | None = None) -> T:
-        """Wait for the end of the call, and block the calling thread meanwhile.
+        """Block the calling thread until the call has ended, and return the result of the function.
 
-        :param timeout: maximum time to wait, in seconds; None: no limit.
+        :param timeout: maximum time to wait, in seconds; None if there is no limit.
         :returns: the result of the function.
         :raises TimeoutError: the call did not end in time. The call continues.
-        :raises ForkedProcessError: the call was in flight at the fork that made this process.
+        :raises ForkedProcessError: this process was forked while the call was in flight.
         :raises concurrent.futures.CancelledError: the call was cancelled.
-        :raises Exception: as for `WorkerPool.run`, or whatever the function raised.
+        :raises Exception: whatever the function raised; or the call failed for a reason that `WorkerPool.run`
+            describes, such as the death of the worker.
         """
         self._check_process()
         self._is_retrieved = True
         return super().result(self._wait_polling(timeout))
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the end of the call, and return its exception. Block the calling thread meanwhile.
+        """Block the calling thread until the call has ended, and return its exception instead of raising it.
 
-        :param timeout: maximum time to wait, in seconds; None: no limit.
-        :returns: the exception; None if the function returned.
+        :param timeout: maximum time to wait, in seconds; None if there is no limit.
+        :returns: the exception of the call; None if the function returned.
         :raises TimeoutError: the call did not end in time. The call continues.
-        :raises ForkedProcessError: the call was in flight at the fork that made this process.
+        :raises ForkedProcessError: this process was forked while the call was in flight.
         :raises concurrent.futures.CancelledError: the call was cancelled.
         """
         self._check_process()

@@ -7,9 +7,10 @@ __all__ = ["pickled_error", "unpickled_error"]
 
 
 def pickled_error(error: BaseException) -> bytes:
-    """Pickle an exception and the text of its traceback.
+    """Return an exception and the text of its traceback as pickled bytes.
 
-    An exception that cannot be pickled and unpickled is replaced by a `RuntimeError` with its type and message.
+    If the exception cannot be pickled and unpickled again, it is replaced with a `RuntimeError` that contains its type
+    and message.
 
     :returns: bytes for `unpickled_error`.
     """
@@ -24,9 +25,9 @@ def pickled_error(error: BaseException) -> bytes:
 
 
 def unpickled_error(payload: bytes) -> BaseException:
-    """Return the exception that `pickled_error` pickled, with a note that contains the original traceback.
+    """Return the exception that `pickled_error` pickled, with the original traceback added as a note.
 
-    An exception that cannot be unpickled here is replaced by a `RuntimeError`.
+    If the exception cannot be unpickled in this process, return a `RuntimeError` that says so.
 
     :param payload: result of `pickled_error`.
     """

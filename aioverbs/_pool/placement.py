@@ -18,16 +18,17 @@ _INT_BYTES = 16
 class PlacementPolicy(Protocol):
     """Policy that chooses a worker for each call that names neither a worker nor a key.
 
-    A pool calls the policy in the thread of the caller, so several threads may call it at once.
+    A pool calls the policy in the thread of the caller, so several threads may call it at the same time.
     """
 
     def choose(self, workers: Sequence[int], loads: Sequence[int]) -> int:
-        """Return the number of the worker that a call goes to.
+        """Choose the worker for a call, and return its number.
 
-        If the number is not in `workers`, the call raises ValueError.
+        If the returned number is not in `workers`, the call raises ValueError.
 
         :param workers: numbers of the workers, in ascending order; at least one.
-        :param loads: number of calls of each worker that wait or are in flight, in the same order.
+        :param loads: number of calls that wait or are in flight on each worker, in the same order as `workers`.
+        :returns: the number of the chosen worker.
         """
 
 
@@ -38,25 +39,34 @@ class RoundRobin:
         self._turns = itertools.count()
 
     def choose(self, workers: Sequence[int], loads: Sequence[int]) -> int:
-        """Return the number of the next worker.
+        """Return the number of the worker whose turn it is.
+
+        The turns go through the workers in ascending order, repeatedly.
 
         :param workers: numbers of the workers, in ascending order; at least one.
         :param loads: number of calls of each worker, which this policy ignores.
+        :returns: the number of the chosen worker.
         """
         return workers[next(self._turns) % len(workers)]
 
 
 class LeastLoaded:
-    """Policy that chooses the worker with the fewest calls, and in turn among several such workers."""
+    """Policy that chooses the worker with the fewest calls.
+
+    If several workers have the fewest, it chooses them in turn.
+    """
 
     def __init__(self) -> None:
         self._turns = itertools.count()
 
     def choose(self, workers: Sequence[int], loads: Sequence[int]) -> int:
-        """Return the number of a worker with the fewest calls.
+        """Return the number of the worker with the fewest calls.
+
+        If several workers have the fewest, choose them in turn.
 
         :param workers: numbers of the workers, in ascending order; at least one.
-        :param loads: number of calls of each worker that wait or are in flight, in the same order.
+        :param loads: number of calls that wait or are in flight on each worker, in the same order as `workers`.
+        :returns: the number of the chosen worker.
         """
         least = min(loads)
         if loads.count(least) == 1:
@@ -69,8 +79,8 @@ def rendezvous(key: Key, workers: Sequence[int]) -> int:
     """Return the number of the worker that a key belongs to. The result is the same in every process and in every run.
 
     Each worker has a score for each key, and the highest score wins (rendezvous hashing, Thaler and Ravishankar 1998).
-    The keys of a worker that is removed are distributed evenly over the others, a worker that is added takes an equal
-    share of keys from each, and no other key moves. A string and its UTF-8 bytes are the same key.
+    If a worker is removed, its keys are distributed evenly over the others; if a worker is added, it takes an equal
+    share of keys from each of the others; no other key moves. A string and its UTF-8 bytes are the same key.
 
     :param key: string, bytes or integer of any size.
     :param workers: numbers of the workers; at least one.
@@ -81,7 +91,7 @@ def rendezvous(key: Key, workers: Sequence[int]) -> int:
 
 
 def _key_bytes(key: Key) -> bytes:
-    """Return the bytes of a key that are hashed.
+    """Return a key as the bytes to be hashed. An integer never has the same bytes as a string or bytes object.
 
     :raises TypeError: the key is not a string, bytes or an integer.
     """
@@ -96,7 +106,7 @@ def _key_bytes(key: Key) -> bytes:
 
 
 def _mix64(value: int) -> int:
-    """Return a 64-bit integer mixed by splitmix64: a change of one input bit changes half of the output bits."""
+    """Return the 64 bits that splitmix64 mixes from an integer: one changed input bit changes about half of them."""
     value = (value * 0x9E3779B97F4A7C15) & _MASK
     value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ value >> 27) * 0x94D049BB133111EB) & _MASK

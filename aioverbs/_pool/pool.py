@@ -60,46 +60,50 @@ class PoolStatistics(ResourceStatistics):
 
     @property
     def deaths(self) -> int:
-        """Number of workers that died, over the lifetime of the pool."""
+        """Number of workers that have died during the lifetime of the pool."""
         return sum(worker.deaths for worker in self.workers)
 
 
 class WorkerPool(Resource):
     """Pool of threads or processes that run functions, each on an event loop with a resource domain of its own.
 
-    The domains of all workers are over one protection domain, so memory that is registered once serves the queue pairs
-    of all workers. A function that runs on a worker gets the worker's domain from `current_worker`.
+    The domains of all workers are made on one protection domain, so memory that is registered once can be used by the
+    queue pairs of all workers. A function that runs on a worker gets the worker's domain from `current_worker`.
 
     ``async with`` opens the pool. The end of the block waits for all calls, including calls of `start_soon` that
     nothing awaits, and raises `BrokenResourceError` if a worker died and was not replaced. If the block raises an
     exception, the calls are cancelled.
 
-    With `processes` the workers do not share the lock of one interpreter. Each worker process is a new interpreter that
-    imports the main module as the processes of `multiprocessing` do. Functions, arguments and results are pickled, and
-    context variables are not transferred. Only the event loop that opened the pool can close it. If the device cannot
-    share its protection domain between processes, each worker has a protection domain of its own: see
+    With `processes`, the workers do not share the lock of one interpreter. Each worker process is a new interpreter
+    that imports the main module, as the processes of `multiprocessing` do. Functions, arguments and results are
+    pickled, and context variables are not transferred. Only the event loop that opened the pool can close it. If the
+    device cannot share its protection domain between processes, each worker has a protection domain of its own: see
     ``WorkerStatistics.shares_pd``. The workers do not use the network address of a software device, which belongs to
     this process.
 
-    :param device: device of the workers; it stays open as long as the pool.
+    :param device: device of the workers, which must stay open as long as the pool.
     :param size: number of workers, at least 1.
-    :param pd: protection domain, or parent domain over it; None: `pd` is a new one that the pool opens and closes.
+    :param pd: protection domain, or parent domain over it; None if the pool is to open and close a protection domain of
+        its own.
     :param thread_model: thread model of the workers' domains.
     :param message_model: message model of the workers' domains.
-    :param allocator: allocator of the memory that the provider uses for the workers' domains; None: the provider's own.
+    :param allocator: allocator of the memory that the provider uses for the workers' domains; None for the provider's
+        own memory.
     :param loop: event loops of the workers: ``"asyncio"``, ``"uvloop"``, or a function that returns a new event loop.
     :param setup: function that takes a `Worker` and returns an async context manager. Each worker enters it on its loop
-        before it takes calls, and leaves it when it ends. Its value becomes the ``state`` of the `Worker`.
-    :param placement: policy that chooses a worker for calls that name neither a worker nor a key; None: `RoundRobin`.
-    :param on_worker_death: ``"replace"``: replace a worker that dies by a new one with the same number. ``"fail"``: the
-        pool is broken after the first death, and takes no more calls. In both cases the calls that the worker had raise
-        `WorkerDiedError`, and the logger ``aioverbs.pool`` logs an error.
-    :param drain_s: seconds that `aclose` waits for calls before it cancels them; None: no limit.
+        before it takes calls, and leaves it when it ends. Its value becomes the ``state`` of the `Worker`. None if the
+        workers need no setup.
+    :param placement: policy that chooses a worker for calls that name neither a worker nor a key; None for
+        `RoundRobin`.
+    :param on_worker_death: ``"replace"``: a worker that dies is replaced with a new one that has the same number.
+        ``"fail"``: the pool is broken after the first death, and takes no more calls. In both cases the calls that the
+        worker had raise `WorkerDiedError`, and the logger ``aioverbs.pool`` logs an error.
+    :param drain_s: seconds that `aclose` waits for calls before it cancels them; None if there is no limit.
     :param grace_s: seconds that closing waits for cancelled calls to end, and then again for the workers to end. After
         that, processes are killed.
     :param processes: True for worker processes, False for threads.
     :raises ValueError: `size` is less than 1, or `loop` or `on_worker_death` is none of the values above.
-    :raises TypeError: `pd` is no domain, or the allocator lacks the methods of `Allocator`.
+    :raises TypeError: `pd` is not a domain, or the allocator lacks the methods of `Allocator`.
     :raises ImportError: uvloop is not installed.
     """
 
@@ -147,9 +151,11 @@ class WorkerPool(Resource):
 
     @property
     def pd(self) -> ProtectionDomain:
-        """Protection domain of the pool, over which the workers' domains are, unless processes cannot share it.
+        """Protection domain of the pool.
 
-        The pool opens and closes it, unless it was passed to the constructor.
+        The workers' domains are made on it, unless the workers are processes and the device cannot share it with them.
+        The pool opens and closes it, unless it was passed to the constructor. If a parent domain was passed, this is
+        its protection domain.
         """
         return self._pd
 
@@ -161,9 +167,10 @@ class WorkerPool(Resource):
         self._supervisor.spawn()
 
     async def open(self) -> Self:
-        """Open the pool, and wait until all workers are ready for calls.
+        """Open the pool and wait until all workers are ready for calls.
 
-        If this is cancelled or fails, the pool is closed.
+        If this fails or is cancelled before the workers are started, the pool stays unopened; after that, the pool is
+        closed.
 
         :returns: the pool itself.
         :raises ClosedResourceError: the pool was opened before, or a resource that it is made from is closed.
@@ -196,10 +203,10 @@ class WorkerPool(Resource):
         return self
 
     async def drain(self) -> None:
-        """Stop taking calls, and wait until all calls have ended.
+        """Stop taking calls from outside the pool, and wait until all calls have ended.
 
-        Functions that run on the workers may still call the pool. A cancellation ends only the wait: the calls
-        continue, and the pool takes no more. After `drain` the pool can only be closed.
+        Functions that run on worker threads may still call the pool. If the wait is cancelled, the calls in flight
+        continue, and the pool still takes no new ones. After `drain` the pool can only be closed.
 
         :raises ClosedResourceError: the pool is not open.
         :raises ForkedProcessError: the pool was opened in the process that this one was forked from.
@@ -212,19 +219,22 @@ class WorkerPool(Resource):
         await self._supervisor.wait_while(self._supervisor.is_busy)
 
     async def stop(self, deadline_s: float | None = None) -> None:
-        """Drain the pool up to a deadline, cancel the remaining calls, end the workers, and close the pool.
+        """Drain the pool until a deadline, then cancel the remaining calls, end the workers and close the pool.
 
-        Calls that are cancelled raise `ClosedResourceError`. Closing takes up to two times `grace_s` longer than the
-        deadline. A pool that is closed or was never opened stays as it is.
+        Cancelled calls raise `ClosedResourceError`. Closing takes up to two times `grace_s` longer than the deadline. A
+        pool that is closed or was never opened stays as it is, and so does a pool that was inherited by a forked child.
 
-        If this is cancelled while it drains, the deadline has come: the remaining calls are cancelled, the pool is
-        closed, and then the cancellation is raised.
+        If this is cancelled while it waits for calls, it behaves as at the deadline: the remaining calls are cancelled,
+        the pool is closed, and then the cancellation is raised.
 
-        :param deadline_s: seconds to wait for calls before they are cancelled; None: no limit.
-        :raises AffinityError: the workers are processes, and another event loop opened the pool. Nothing was done.
-        :raises BusyResourceError: a worker thread runs a function that does not end. The thread is left running, the
-            pool takes no calls, and can be closed again. Or a function that runs on a worker of this pool called this.
+        :param deadline_s: seconds to wait for calls before they are cancelled; None if there is no limit.
+        :raises AffinityError: the workers are processes, and another event loop opened the pool. In this case nothing
+            is done.
+        :raises BusyResourceError: a function that runs on a worker of this pool called this; in this case nothing is
+            done. Or a worker thread runs a function that does not end; the thread is left running, and the pool takes
+            no calls but can be closed again.
         :raises VerbsError: a verb failed. The pool can be closed again.
+        :raises RuntimeError: the pool is open, and no asyncio event loop is running.
         """
         self._check_not_on_worker()
         if self.state is ResourceState.OPEN and not self.closed:
@@ -238,7 +248,10 @@ class WorkerPool(Resource):
         await self._close()
 
     async def _close(self) -> None:
-        """Cancel the calls, end the workers, and close the pool and its own protection domain. Raises as `stop`."""
+        """Cancel the calls, end the workers, and close the pool and the protection domain that it opened itself.
+
+        Raises the same exceptions as `stop`.
+        """
         try:
             await super().aclose()
         except BaseException as error:
@@ -249,20 +262,23 @@ class WorkerPool(Resource):
             await self._pd.aclose()
 
     async def _close_after_error(self, error: BaseException) -> None:
-        """Close the pool after an error, which gets a note if closing fails."""
+        """Close the pool after an error. If closing fails as well, add the second error to the first one as a note.
+
+        :param error: first error, which the caller raises again.
+        """
         try:
             await self._close()
         except Exception as another:
             error.add_note(f"and closing {self!r} failed: {type(another).__name__}: {another}")
 
     def _can_close_pd(self) -> bool:
-        """Return whether the pool opened its protection domain itself, and no worker uses it any more."""
+        """Return whether the pool opened its protection domain itself, and the workers no longer use it."""
         return self._is_own_pd and self.state in (ResourceState.NEW, ResourceState.CLOSED)
 
     def _check_not_on_worker(self) -> None:
         """Check that the caller does not run on a worker thread of this pool.
 
-        :raises BusyResourceError: the caller runs on one.
+        :raises BusyResourceError: the caller runs on a worker thread of this pool.
         """
         if self._supervisor.is_on_worker():
             raise BusyResourceError(
@@ -270,9 +286,9 @@ class WorkerPool(Resource):
             )
 
     async def aclose(self) -> None:
-        """Close the pool: call `stop` with a deadline of `drain_s` seconds. Raises the same exceptions.
+        """Close the pool by calling `stop` with a deadline of `drain_s` seconds. Raises the same exceptions as `stop`.
 
-        Closing a closed pool does nothing. In the child of a fork nothing is done.
+        Closing a closed pool does nothing. In a forked child, nothing is done.
         """
         await self.stop(self._drain_s)
 
@@ -316,27 +332,30 @@ class WorkerPool(Resource):
     async def run(
         self, function: Callable[[*Ts], Any], /, *args: *Ts, worker: int | None = None, key: Key | None = None
     ) -> Any:
-        """Call a function on a worker, and wait for its result. Any asyncio event loop may call this.
+        """Call a function on a worker and wait for its result. Can be called from any asyncio event loop.
 
-        The function runs in a copy of the caller's context, except in a process. A plain function is called between the
+        On a worker thread, the function runs in a copy of the caller's context. A plain function is called between the
         tasks of the worker's loop; a coroutine function is awaited in a new task there.
 
-        A cancellation is forwarded to the worker once, by cancelling the function's task. The caller still waits until
+        If the caller is cancelled, the function's task on the worker is cancelled once. The caller still waits until
         the function has ended, and then raises the cancellation, or the exception that the function raised instead.
 
         Calls to worker processes pass through the event loop that opened the pool. While that loop does not run, no
         result arrives, and a cancelled caller does not wait for the function. If that loop is closed, or its thread has
         ended, calls raise `WorkerDiedError`.
 
-        :param function: plain function or coroutine function. For a process: a function that can be pickled.
+        :param function: plain function or coroutine function. If the workers are processes, it must be possible to
+            pickle it.
         :param args: positional arguments of the function.
-        :param worker: number of the worker, 0..size-1; None: `key` or the pool's `placement` chooses the worker.
-        :param key: string, bytes or integer. Calls with equal keys run on the same worker.
+        :param worker: number of the worker, 0..size-1; None if `key` or the pool's `placement` is to choose the worker.
+        :param key: string, bytes or integer: calls with equal keys run on the same worker. None if `worker` or the
+            pool's `placement` is to choose the worker.
         :returns: the result of the function.
         :raises WorkerDiedError: the worker died before the call ended.
         :raises BrokenResourceError: a worker died before this call and was not replaced; or the function was cancelled
-            on the worker, and not by the caller.
-        :raises ClosedResourceError: the pool is not open, or was closed during the call, which was cancelled.
+            on the worker, but not by the caller.
+        :raises ClosedResourceError: the pool is not open or is draining, or it was closed during the call, which was
+            cancelled.
         :raises ForkedProcessError: the pool was opened in the process that this one was forked from.
         :raises ValueError: the pool has no such worker, both `worker` and `key` are given, or the `placement` policy
             chose a worker that does not exist.
@@ -373,21 +392,24 @@ class WorkerPool(Resource):
     def start_soon(
         self, function: Callable[[*Ts], Any], /, *args: *Ts, worker: int | None = None, key: Key | None = None
     ) -> CallFuture[Any]:
-        """Start a call as `run` does, and return without waiting for its end. Any thread may call this.
+        """Start a call as `run` does, and return its future without waiting for its end. Can be called from any thread.
 
-        A loop can await the returned future, and a thread without a loop can wait for it. If the call fails and its
-        result is never retrieved, the logger ``aioverbs.pool`` logs an error.
+        A task on any loop can await `CallFuture.wait`; a thread without a loop can call `CallFuture.result`. If the
+        call fails and its result is never retrieved, the logger ``aioverbs.pool`` logs an error.
 
-        :param function: plain function or coroutine function. For a process: a function that can be pickled.
+        :param function: plain function or coroutine function. If the workers are processes, it must be possible to
+            pickle it.
         :param args: positional arguments of the function.
-        :param worker: number of the worker, 0..size-1; None: `key` or the pool's `placement` chooses the worker.
-        :param key: string, bytes or integer. Calls with equal keys run on the same worker.
+        :param worker: number of the worker, 0..size-1; None if `key` or the pool's `placement` is to choose the worker.
+        :param key: string, bytes or integer: calls with equal keys run on the same worker. None if `worker` or the
+            pool's `placement` is to choose the worker.
         :returns: future of the call. Waiting for it raises `WorkerDiedError` and the exceptions of the function, as
             `run` does.
-        :raises ClosedResourceError: the pool is not open.
-        :raises BrokenResourceError: a worker died before and was not replaced.
+        :raises ClosedResourceError: the pool is not open, or is draining.
+        :raises BrokenResourceError: a worker died before this call and was not replaced.
         :raises ForkedProcessError: the pool was opened in the process that this one was forked from.
-        :raises ValueError: as for `run`.
+        :raises ValueError: the pool has no such worker, both `worker` and `key` are given, or the `placement` policy
+            chose a worker that does not exist.
         :raises TypeError: `key` is not a string, bytes or an integer.
         :raises pickle.PicklingError: the workers are processes, and the function or an argument cannot be pickled.
             `pickle` may raise other exceptions instead.
@@ -405,10 +427,14 @@ class WorkerPool(Resource):
         worker: int | None,
         key: Key | None,
     ) -> PendingCall:
-        """Send a call to a worker. Raises as `start_soon`.
+        """Send a call to a worker. Raises the same exceptions as `start_soon`.
 
-        :param outcome: receiver of the result.
-        :returns: the call, which can be withdrawn.
+        :param function: function to call.
+        :param args: positional arguments of the function.
+        :param outcome: object that receives the result or the exception of the call.
+        :param worker: number of the worker; None if `key` or the pool's `placement` is to choose the worker.
+        :param key: key that chooses the worker; None if there is none.
+        :returns: the pending call, whose method ``withdraw`` cancels it.
         """
         self._check_open()
         return self._supervisor.send(self._backend.make_payload(function, args), outcome, worker, key)
@@ -439,16 +465,17 @@ class WorkerPool(Resource):
         limit: int | None = None,
         key: Callable[[Any], Key] | None = None,
     ) -> list[Any]:
-        """Call a function once for each item, on all workers, and return the results in the order of the items.
+        """Call a function on the workers once for each item, and return the results in the order of the items.
 
         The first call that fails cancels the others. Its exception is raised, with a note for each other call that
         failed.
 
-        :param function: plain function or coroutine function that takes an item. If the workers are processes, the
-            function must be one that can be pickled.
+        :param function: plain function or coroutine function that takes an item. If the workers are processes, it must
+            be possible to pickle it.
         :param items: iterable of the items, which is advanced only when a call can start.
-        :param limit: maximum number of calls at a time, at least 1; None: 16 for each worker.
-        :param key: function that returns the key of an item, as for `run`; None: the pool's `placement` chooses.
+        :param limit: maximum number of calls in flight at the same time, at least 1; None for 16 calls per worker.
+        :param key: function that returns the key of an item, as for `run`; None if the pool's `placement` is to choose
+            the workers.
         :returns: list of the results.
         :raises ValueError: `limit` is less than 1.
         :raises RuntimeError: no asyncio event loop is running.
@@ -498,7 +525,7 @@ class WorkerPool(Resource):
         return isinstance(self._backend, ProcessBackend)
 
     def statistics(self) -> PoolStatistics:
-        """Return the current counts of the pool."""
+        """Return the current counts of the pool and of each of its workers."""
         return PoolStatistics(len(self._lifecycle.children), self._supervisor.statistics())
 
 
@@ -506,11 +533,13 @@ class WorkerPool(Resource):
 
 
 def socket_call_factory_for(pool: WorkerPool, function: Callable[..., Any], *args: object) -> SocketCallFactory:
-    """Return a function that makes calls of a function with a socket, a callback and further arguments.
+    """Return a factory of calls that pass a socket and a callback to a function on a worker of a pool.
 
     :param pool: pool whose workers run the calls.
-    :param function: function that takes a socket, a callback that takes a bool, and the arguments.
+    :param function: function that a worker calls with a socket, a callback that takes a bool, and `args`.
     :param args: further positional arguments of the function.
+    :returns: function that takes the socket and the callback of one call, and returns the payload of that call for
+        `send_socket_call`.
     :raises pickle.PicklingError: the workers are processes, and the function or an argument cannot be pickled. `pickle`
         may raise other exceptions instead.
     """
@@ -518,40 +547,42 @@ def socket_call_factory_for(pool: WorkerPool, function: Callable[..., Any], *arg
 
 
 def send_socket_call(pool: WorkerPool, payload: object, outcome: ResultSink[Any], key: Key | None) -> PendingCall:
-    """Send a call that a function from `socket_call_factory_for` made. Raises as `WorkerPool.start_soon`.
+    """Send a call with a socket and a callback to a worker. Raises the same exceptions as `WorkerPool.start_soon`.
 
-    :param pool: pool for whose workers the call was made.
-    :param payload: call as the factory returned it.
-    :param outcome: receiver of the result.
-    :param key: string, bytes or integer that chooses the worker; None: the pool's `placement` chooses.
-    :returns: the call, which can be withdrawn.
+    :param pool: pool for which the payload was made.
+    :param payload: payload of the call, from a factory that `socket_call_factory_for` returned.
+    :param outcome: object that receives the result or the exception of the call.
+    :param key: string, bytes or integer that chooses the worker; None if the pool's `placement` is to choose it.
+    :returns: the pending call, whose method ``withdraw`` cancels it.
     """
     check_open(pool)
     return pool._supervisor.send(payload, outcome, None, key)
 
 
 async def wait_while_accepting_calls(pool: WorkerPool) -> None:
-    """Wait until a pool takes no more calls because it is closing, closed or broken.
+    """Wait until a pool no longer takes calls from outside, because it is draining, closing, closed or broken.
 
-    :raises RuntimeError: the pool takes calls, and no asyncio event loop is running.
+    :raises RuntimeError: the pool still takes calls, and no asyncio event loop is running.
     """
     await pool._supervisor.wait_while(pool._supervisor.accepts_calls)
 
 
 def check_unbroken(pool: WorkerPool) -> None:
-    """Check that a pool is not broken.
+    """Check that a pool is not broken by the death of a worker.
 
-    :raises BrokenResourceError: a worker died and was not replaced.
+    :raises BrokenResourceError: a worker of the pool died and was not replaced.
     """
     pool._supervisor.check_unbroken()
 
 
 async def _end_workers(supervisor: Supervisor, grace_s: float) -> None:
-    """Cancel all calls that wait or run, and end all workers.
+    """Cancel all calls of a pool, whether they wait or run, and end all workers.
 
-    :param grace_s: time in seconds that the calls have to end, and then again the workers. After that, processes are
-        killed.
-    :raises BusyResourceError: a thread does not end, and cannot be ended by force. It is left running.
+    :param supervisor: supervisor of the pool.
+    :param grace_s: seconds to wait for the calls to end, and then again for the workers to end. Processes that are
+        still running after that are killed.
+    :raises BusyResourceError: a worker thread does not end. Threads cannot be ended by force, so it is left running.
+    :raises RuntimeError: a worker has not ended yet, and no asyncio event loop is running.
     """
     supervisor.cancel()
     with anyio.move_on_after(grace_s):  # no second cancellation: it could interrupt cleanup

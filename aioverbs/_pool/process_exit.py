@@ -21,8 +21,8 @@ _watches: "set[weakref.ref[ExitWatch]]" = set()  # watches that are started and 
 class ExitWatch:
     """Watch that calls a function once when a child process has exited, even if another process keeps its sockets open.
 
-    The process exit makes a pidfd readable. The pidfd is not in the loop's own epoll set, but in an epoll instance of
-    the watch, which the loop polls::
+    When the process exits, a pidfd becomes readable. The pidfd is not in the loop's own epoll set, but in an epoll
+    instance of the watch, which the loop polls::
 
         loop's epoll set  ->  epoll instance of the watch  ->  pidfd  ->  child process
 
@@ -37,7 +37,7 @@ class ExitWatch:
 
     :param loop: running loop, or loop that the calling thread will run.
     :param process: child of this process; only this object may wait for it.
-    :param on_exit: called on the loop without arguments, unless the watch is closed before.
+    :param on_exit: function that is called on the loop without arguments, unless the watch is closed before.
     """
 
     def __init__(
@@ -55,7 +55,10 @@ class ExitWatch:
         hash(self._ref)  # computed and kept now: a reference to a dead object that was never hashed cannot be discarded
 
     def start(self) -> None:
-        """Start watching. Call on the loop."""
+        """Start watching for the exit of the process. Call on the loop.
+
+        If no pidfd or epoll instance can be created, nothing is watched, and `on_exit` is never called.
+        """
         if not hasattr(os, "pidfd_open"):  # CPython was built with the headers of an older kernel
             return
         _watches.add(self._ref)  # before the pidfd can be ready, so that a fork in another thread finds it
@@ -71,9 +74,9 @@ class ExitWatch:
             self._poll()
 
     def close(self) -> None:
-        """Stop watching. Call on the loop, or when the loop does not run any more; any number of times.
+        """Stop watching the process. Call on the loop, or when the loop is no longer running. Further calls do nothing.
 
-        In a forked child this does nothing: parent and child share the kernel object of the loop's epoll set, so the
+        In a forked child, this does nothing: parent and child share the kernel object of the loop's epoll set, so the
         child must not remove anything from it.
         """
         if self._forks != forks.count:
@@ -92,7 +95,7 @@ class ExitWatch:
             os.close(pidfd)
 
     def _poll(self) -> None:
-        """If the process has exited, close the watch and call `on_exit`; else poll again after an interval."""
+        """Close the watch and call `on_exit` if the process has exited, else check again after 1 s."""
         if self._is_closed or self._forks != forks.count:
             return
         if self._process.poll() is not None:
@@ -106,18 +109,22 @@ class ExitWatch:
         self._timer = self._loop.call_later(_POLL_S, self._poll)
 
     def _disarm(self) -> None:
-        """Remove the pidfd from the epoll instance, which is never ready again. Call from any thread."""
+        """Remove the pidfd from the epoll instance, so that the instance is never ready again.
+
+        Can be called from any thread.
+        """
         if (epoll := self._epoll) is not None:
             with contextlib.suppress(OSError, ValueError):  # removed before, or the watch is being closed
                 epoll.unregister(self._pidfd)
 
     def _poll_after_fork(self) -> None:
-        """Start to poll on the loop. Call from any thread.
+        """Start polling the status of the process on the loop, after a fork. Can be called from any thread.
 
-        A copy of the loop may read the byte that wakes the loop. uvloop sends no further byte before it has read the
-        last one itself, so it would never be woken again: on uvloop, `call_soon_threadsafe` is used only if another
-        thread runs the loop, as a forked child does not have that thread, and so no running copy of the loop. asyncio
-        sends a byte for each call, and needs one where a signal handler forks: handlers run within `select`.
+        In the forked child, a copy of the loop may read the byte that was to wake the loop. uvloop sends no further
+        byte before it has read the last one itself, so its loop would never be woken again: on uvloop,
+        `call_soon_threadsafe` is used only if another thread runs the loop, because a forked child does not have that
+        thread, and so no running copy of the loop. asyncio sends a byte for each call, and needs one if a signal
+        handler forks, because handlers run within `select`.
         """
         loop = self._loop
         with contextlib.suppress(RuntimeError):  # the loop is closed
@@ -128,7 +135,7 @@ class ExitWatch:
                 loop.call_soon(self._poll)
 
     def _close_in_child(self) -> None:
-        """Close the pidfd in a forked child.
+        """Close the pidfd of the watch in a forked child.
 
         The epoll instance stays open, because the copy of the loop uses its descriptor number.
         """
@@ -138,12 +145,12 @@ class ExitWatch:
 
 
 def _live_watches() -> "list[ExitWatch]":
-    """Return the watches that are started and not closed."""
+    """Return a list of all watches that are started and not closed."""
     return [watch for ref in tuple(_watches) if (watch := ref()) is not None]
 
 
 def _before_fork() -> None:
-    """Disarm all watches, so that the copies of their loops in the forked child see no event."""
+    """Disarm all watches before a fork, so that the copies of their loops in the forked child see no event."""
     global _has_forked
     _has_forked = True
     for watch in _live_watches():
@@ -151,13 +158,13 @@ def _before_fork() -> None:
 
 
 def _after_fork_in_parent() -> None:
-    """Let all watches poll from now on, because they get no events any more."""
+    """Make all watches poll after a fork, because they no longer receive events."""
     for watch in _live_watches():
         watch._poll_after_fork()
 
 
 def _after_fork_in_child() -> None:
-    """Close the pidfds of all watches, which belong to the parent."""
+    """Close the pidfds of all watches in a forked child, because they belong to the parent, and forget the watches."""
     global _has_forked
     _has_forked = False  # no other process has copies of the loops that are made in this one
     for watch in _live_watches():

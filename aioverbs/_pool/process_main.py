@@ -26,8 +26,7 @@ __all__ = ["ProcessSettings", "Ready", "SpawnedWorker"]
 
 @dataclass(frozen=True)
 class ProcessSettings:
-    """Settings of a worker process. They are pickled.
-
+    """Settings of a worker process, which the pool sends to it pickled.
     :param device: name of the device.
     :param execution: execution of a software device's work requests.
     :param delay_ns: delay of a software device, in nanoseconds.
@@ -46,9 +45,9 @@ class ProcessSettings:
 
     @staticmethod
     def of(device: Device, worker: WorkerSettings, shared: tuple[int, int] | None) -> "ProcessSettings":
-        """Return the settings for workers of a pool on an open device.
+        """Return the settings for the worker processes of a pool.
 
-        :param device: device of the pool.
+        :param device: open device of the pool.
         :param worker: settings that all workers share.
         :param shared: ID and key of the shared protection domain; None if it cannot be shared.
         """
@@ -86,11 +85,15 @@ class SpawnedWorker:
     fd_channel: int
 
     def _bootstrap(self, parent_sentinel: int) -> int:
-        """Run the worker until the pool stops it or is gone.
+        """Run the worker until the pool stops it or is gone, as the main function of the process.
 
-        :param parent_sentinel: descriptor that shows the end of the parent process; the link is used for that instead.
-        :returns: exit status of the process: 0.
-        :raises BaseException: an error ended the loop; the process exits with a traceback.
+        If the settings cannot be unpickled or no event loop can be made from them, send the exception to the pool and
+        return.
+
+        :param parent_sentinel: descriptor that shows the end of the parent process. It is closed, because the link
+            shows that as well.
+        :returns: 0, the exit status of the process.
+        :raises BaseException: an exception ended the loop; the process then exits with a traceback.
         """
         os.close(parent_sentinel)
         sock, fd_channel = socket.socket(fileno=self.link), socket.socket(fileno=self.fd_channel)
@@ -122,12 +125,21 @@ class _ReceivedCall(CrossLoopCall[Any]):
 
     @staticmethod
     def _call(payload: bytes) -> Any:
-        """Call the pickled function, and return its result."""
+        """Unpickle a function and its arguments, call the function and return its result.
+
+        :raises Exception: whatever unpickling or the function raised.
+        """
         function, args = pickle.loads(payload)
         return function(*args)
 
     def settle(self, result: object, error: BaseException | None) -> None:
-        """Send the result or the error to the pool."""
+        """Send the result or the exception of the call to the pool, unless the worker's loop is ending.
+
+        If the result cannot be pickled, send the exception that pickling raised.
+
+        :param result: result of the function, if `error` is None.
+        :param error: exception of the call; None if the function returned.
+        """
         if self._process.is_ending():
             return  # the pool ends all calls when the process exits
         self._process.calls.pop(self._number, None)
@@ -148,11 +160,11 @@ class _ReceivedCall(CrossLoopCall[Any]):
             link.send(FrameType.ERROR, self._number, pickled_error(error))
 
     def cancellation(self) -> BaseException:
-        """Return a `CancelledError`."""
+        """Return a new `CancelledError`, the exception of a call that was cancelled in this process."""
         return asyncio.CancelledError()  # the pool knows whether it cancelled the call
 
     def leave(self, error: BaseException) -> None:
-        """Do nothing: the process exits, and the pool ends its calls."""
+        """Do nothing if the function ends the loop: the process then exits, and the pool ends its calls."""
 
 
 class _ReceivedSocketCall(_ReceivedCall):
@@ -166,32 +178,35 @@ class _ReceivedSocketCall(_ReceivedCall):
         self._function = self._call_with_socket
 
     def _call_with_socket(self, payload: bytes) -> Any:
-        """Call the pickled function with the socket and the callback, and return its result."""
+        """Unpickle the function and its further arguments, call it with socket and callback, and return its result.
+
+        :raises Exception: whatever unpickling or the function raised.
+        """
         function, args = _unpickled(payload)
         return function(self._socket, self._report, *args)
 
     def _report(self, value: bool) -> None:
-        """Send a bool that the function reports to the pool."""
+        """Send the pool a bool that the function passed to its callback. Do nothing if there is no link to the pool."""
         if self._process.link is not None:
             self._process.link.send(FrameType.REPORT, self._number, b"1" if value else b"")
 
     def settle(self, result: object, error: BaseException | None) -> None:
-        """Close the socket, and send the result or the error to the pool."""
-        self._socket.close()  # if the function was not called
+        """Close the socket, and send the result or the exception of the call to the pool."""
+        self._socket.close()  # in case the function was not called
         super().settle(result, error)
 
 
 @functools.lru_cache(maxsize=16)
 def _unpickled(payload: bytes) -> Any:
-    """Return the function and arguments of a call that passes an accepted socket to the worker.
+    """Return the unpickled function and further arguments of a call with a socket, as a tuple ``(function, args)``.
 
-    The results are cached, because all calls for one server have the same payload.
+    The results are cached, because all calls of one server have the same payload.
     """
     return pickle.loads(payload)
 
 
 class _WorkerProcess:
-    """Worker in its process."""
+    """Worker inside of its own process."""
 
     worker: Worker
 
@@ -209,9 +224,9 @@ class _WorkerProcess:
         self.calls: dict[int, _ReceivedCall] = {}
 
     async def serve(self) -> None:
-        """Start the worker, execute calls until the pool stops it or is gone, and close everything.
+        """Start the worker, execute calls until the pool stops it or is gone, and then close everything.
 
-        If the worker cannot be started, send the error to the pool, and return.
+        If the worker cannot be started, send the exception to the pool and return.
         """
         self._main_task = asyncio.current_task()
         async with contextlib.AsyncExitStack() as stack:
@@ -233,17 +248,18 @@ class _WorkerProcess:
             await self._stop.wait()
 
     async def _close_link(self) -> None:
-        """Close the link, if there is one, and wait until pending frames were sent."""
+        """Close the link to the pool, if there is one, and wait until the pending frames have been sent."""
         if self.link is not None:
             self.link.close()
             await asyncio.wait([self.link.disconnected])
 
     @contextlib.asynccontextmanager
     async def _open_device_and_pd(self) -> AsyncGenerator[tuple[Device, ProtectionDomain], None]:
-        """Open the device and the protection domain: the pool's, if it can be shared, or else a new one.
+        """Open the device and a protection domain: the pool's if it can be shared, or else a new one.
 
-        :returns: context manager that yields both, and closes them at the end. Entering it raises the exceptions of
-            `import_device` or `open_device`, and `VerbsError`.
+        :returns: async context manager that yields the device and the protection domain, and closes both at the end.
+            Entering it raises the exceptions of opening a device from `import_device` or `open_device`, and
+            `VerbsError`.
         """
         settings = self._settings
         if settings.shared is None:
@@ -268,7 +284,14 @@ class _WorkerProcess:
             yield device, pd
 
     def _on_frame(self, frame_type: FrameType, number: int, payload: bytes) -> None:
-        """Handle a frame from the pool: start or cancel a call, or stop the worker."""
+        """Handle a frame from the pool: start or cancel a call, or stop the worker.
+
+        If the socket of a call cannot be received, send the exception to the pool as the end of the call.
+
+        :param frame_type: type of the frame.
+        :param number: number of the call; 0 if the frame belongs to no call.
+        :param payload: pickled function and arguments of a call to start; empty otherwise.
+        """
         if frame_type is FrameType.CALL:
             self._start_call(number, _ReceivedCall(self, number, payload))
         elif frame_type is FrameType.SOCKET_CALL:
@@ -286,11 +309,11 @@ class _WorkerProcess:
             self._stop.set()
 
     def _start_call(self, number: int, call: _ReceivedCall) -> None:
-        """Start a received call in the next turn of the loop."""
+        """Record a received call, and start it in the next turn of the loop."""
         self.calls[number] = call
         self.worker.loop.call_soon(call.start, context=contextvars.Context())
 
     def is_ending(self) -> bool:
-        """Return whether the loop cancels all tasks because something ended it."""
+        """Return whether the loop is ending: its main task has ended or is being cancelled."""
         assert self._main_task is not None
         return self._main_task.done() or self._main_task.cancelling() > 0

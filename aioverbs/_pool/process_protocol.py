@@ -1,6 +1,6 @@
 """Protocol between a pool and a worker process, over private socket pairs.
 
-The link is a stream of frames. Over a second socket pair, the fd channel, the pool sends sockets. The third one, over
+The link is a stream of frames. Over a second socket pair, the fd channel, the pool sends sockets. A third pair, over
 which the pool shares its protection domain, is not used here::
 
     pool                                  worker process
@@ -15,7 +15,7 @@ which the pool shares its protection domain, is not used here::
       | <-------------------------- REPORT m -- |   any number
       | <-------- RESULT m, ERROR m, CANCELLED m|   one of these
       |                                         |
-      | -- STOP ------------------------------> |   the process ends its tasks, and exits
+      | -- STOP ------------------------------> |   the process ends its tasks and exits
 """
 
 import asyncio
@@ -37,9 +37,9 @@ class FrameType(enum.IntEnum):
     """Type of a frame."""
 
     READY = 1
-    """From the worker: it takes calls."""
+    """From the worker: it is ready for calls."""
     FAILED = 2
-    """From the worker: error that prevents its start; the process exits."""
+    """From the worker: exception that prevented its start; the process then exits."""
     CALL = 3
     """To the worker: function and arguments of a call."""
     CANCEL = 4
@@ -51,7 +51,7 @@ class FrameType(enum.IntEnum):
     CANCELLED = 7
     """From the worker: a call was cancelled."""
     STOP = 8
-    """To the worker: end."""
+    """To the worker: end the process."""
     SOCKET_CALL = 9
     """To the worker: function and arguments of a call that takes the next socket of the fd channel."""
     REPORT = 10
@@ -59,31 +59,31 @@ class FrameType(enum.IntEnum):
 
 
 def encode_frame(frame_type: FrameType, number: int, payload: bytes = b"") -> bytes:
-    """Return the bytes of a frame.
+    """Return the bytes of a frame: its header and its payload.
 
     :param frame_type: type of the frame.
     :param number: number of the call; 0 if the frame belongs to no call.
-    :param payload: pickled contents.
+    :param payload: pickled contents of the frame; may be empty.
     """
     return _HEADER.pack(len(payload), number, frame_type) + payload
 
 
 def send_socket(fd_channel: socket.socket, sent: socket.socket) -> None:
-    """Send a socket over the fd channel. The receiver has the socket before any frame that is sent after this.
+    """Send a socket to a worker process over the fd channel. It arrives before any frame that is sent afterwards.
 
     :param fd_channel: non-blocking SOCK_SEQPACKET socket.
-    :param sent: socket to send; the caller still has to close it.
-    :raises OSError: EAGAIN: the channel is full. Another errno: the worker process is gone, or a descriptor is invalid.
+    :param sent: socket to send, which the caller must still close.
+    :raises OSError: the channel is full (EAGAIN), the worker process is gone, or a descriptor is invalid.
     """
     socket.send_fds(fd_channel, [b"\0"], [sent.fileno()])
 
 
 def receive_socket(fd_channel: socket.socket) -> socket.socket:
-    """Return the next socket that was sent over the fd channel. The caller closes it.
+    """Return the next socket that was sent over the fd channel, without waiting for one. The caller must close it.
 
     :param fd_channel: SOCK_SEQPACKET socket.
-    :raises OSError: the socket was lost, because this process has no free file descriptors (EMFILE); or no socket was
-        sent (EAGAIN).
+    :raises OSError: no socket was sent (EAGAIN); or the socket was lost, because this process has no free file
+        descriptors (EMFILE).
     """
     size = socket.CMSG_LEN(_INT.size)
     _, ancillary, _, _ = fd_channel.recvmsg(1, size, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
@@ -93,11 +93,11 @@ def receive_socket(fd_channel: socket.socket) -> socket.socket:
 
 
 class Link(asyncio.Protocol):
-    """One end of the stream of frames, as the protocol of an asyncio transport. Made on the loop that uses it.
+    """One end of the stream of frames, as the protocol of an asyncio transport. Must be made on the loop that uses it.
 
     The future ``disconnected`` completes when the link is closed or the other end is gone.
 
-    :param on_frame: called with the type, the number of the call and the payload of each received frame.
+    :param on_frame: function that is called with the type, the call number and the payload of each received frame.
     """
 
     def __init__(self, on_frame: Callable[[FrameType, int, bytes], None]) -> None:
@@ -107,11 +107,11 @@ class Link(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Record the transport."""
+        """Record the transport of the link. asyncio calls this when the link is connected."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's class has the methods, but not the base class
 
     def data_received(self, data: bytes) -> None:
-        """Call `on_frame` for each complete frame, and buffer the rest."""
+        """Call `on_frame` for each complete frame that has arrived, and keep the rest until more bytes arrive."""
         buffer = self._buffer
         buffer += data
         offset = 0
@@ -126,35 +126,40 @@ class Link(asyncio.Protocol):
         del buffer[:offset]
 
     def eof_received(self) -> None:
-        """Drop unsent frames: the other end reads no more, and a regular close would wait for it."""
+        """Drop unsent frames and close the link at once: the other end no longer reads, so they could not be sent."""
         self.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Complete `disconnected`: the other end or this one was closed."""
+        """Complete the future ``disconnected``. asyncio calls this when this end or the other one has been closed."""
         self._transport = None
         if not self.disconnected.done():
             self.disconnected.set_result(None)
 
     def send(self, frame_type: FrameType, number: int = 0, payload: bytes = b"") -> None:
-        """Send a frame. Do nothing if the link is disconnected."""
+        """Send a frame to the other end. Do nothing if the link is closing or disconnected.
+
+        :param frame_type: type of the frame.
+        :param number: number of the call; 0 if the frame belongs to no call.
+        :param payload: pickled contents of the frame; may be empty.
+        """
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(encode_frame(frame_type, number, payload))
 
     def close(self) -> None:
-        """Close the link after sending the pending frames."""
+        """Close the link after the pending frames have been sent, without waiting for that."""
         if self._transport is not None:
             self._transport.close()
 
     def abort(self) -> None:
-        """Close the link now, and drop pending frames."""
+        """Close the link at once and drop pending frames."""
         if self._transport is not None:
             self._transport.abort()
 
     def finish_reading(self, sock: socket.socket) -> None:
         """Receive all frames that have arrived, then disconnect, even if another process keeps the other end open.
 
-        A socket that is shut down for reading returns the data that has arrived, and then end-of-file, as if the peer
-        had closed its end.
+        After a socket was shut down for reading, it returns the data that has arrived and then end-of-file, as if the
+        peer had closed its end.
 
         :param sock: socket of this end.
         """

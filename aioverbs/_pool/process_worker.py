@@ -41,11 +41,11 @@ _numbers = itertools.count(1)  # numbers of calls
 
 
 def pickled_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """Pickle a function and its arguments for a worker process.
+    """Return a function and its arguments as pickled bytes, for a call on a worker process.
 
+    :returns: pickled tuple ``(function, args)``.
     :raises pickle.PicklingError: the function or an argument, such as a lambda, cannot be pickled. `pickle` may raise
-        other exceptions instead. A note explains the reason.
-    :returns: bytes of a tuple of function and arguments.
+        other exceptions instead. A note on the exception says what can be passed.
     """
     try:
         return pickle.dumps((function, args), pickle.HIGHEST_PROTOCOL)
@@ -62,11 +62,11 @@ class SocketCall:
 
     Servers send accepted sockets this way. The alternative, one listener for each worker on the same port
     (SO_REUSEPORT), has three disadvantages: the kernel and not the pool would choose the worker, limits would apply to
-    each worker on its own, and the connections in the queue of a dead worker would be lost.
+    each worker separately, and the connections in the queue of a dead worker would be lost.
 
     :param payload: function and further arguments, from `pickled_call`.
-    :param sock: socket, which is closed here after it was sent to the process.
-    :param report: called on the pool's loop with each bool that the call reports before it ends.
+    :param sock: socket, which is closed in this process after it has been sent to the worker process.
+    :param report: function that is called on the pool's loop with each bool that the call reports before it ends.
     """
 
     payload: bytes
@@ -89,17 +89,20 @@ class _ProcessCall:
         self.handle = handle
 
     def post(self) -> None:
-        """Send the call to the process. Call from any thread."""
+        """Send the call to the worker process. Can be called from any thread."""
         self.handle.call_on_loop(self.handle.send_call, self)
 
     def withdraw(self) -> None:
-        """Cancel the call in the process, or end it if it still waits. Call from any thread."""
+        """Cancel the call in the process, or end it here if its worker is not ready yet.
+
+        Can be called from any thread.
+        """
         self.is_withdrawn = True
         if not self.handle.supervisor.withdraw_backlogged(self):
             self.handle.call_on_loop(self.handle.cancel_call, self)
 
     def cancellation(self) -> BaseException:
-        """Return the error with which the call ends if it was cancelled in the process.
+        """Return a new exception with which the call ends if it was cancelled in the process.
 
         :returns: `ClosedResourceError` if the pool cancelled the call, `CancelledError` if the caller did, else
             `BrokenResourceError`.
@@ -119,10 +122,10 @@ class ProcessWorker(WorkerHandle):
 
     :param supervisor: supervisor of the pool.
     :param number: number of the worker in its pool.
-    :param counts: counts of the worker and of those that it replaces.
+    :param counts: counts of the worker and of the workers that it replaces.
     :param owner: event loop that opened the pool, and its thread.
     :param settings: settings of the worker processes.
-    :param shared: shared protection domain that is sent to the process; None if each worker makes its own.
+    :param shared: shared protection domain that is sent to the process; None if each worker opens its own.
     """
 
     def __init__(
@@ -151,7 +154,13 @@ class ProcessWorker(WorkerHandle):
         self._task: asyncio.Task[str] | None = None
 
     def call_on_loop(self, function: Callable[..., object], *args: object) -> None:
-        """Call a function on the owner's loop. If that loop has ended, end the worker instead."""
+        """Call a function on the owner's loop: at once if that is the running loop, else in a later turn of it.
+
+        If the owner's loop has ended, end the worker instead.
+
+        :param function: function to call; its result is ignored.
+        :param args: positional arguments of the function.
+        """
         if asyncio._get_running_loop() is self._loop:
             function(*args)
             return
@@ -163,26 +172,27 @@ class ProcessWorker(WorkerHandle):
 
     @property
     def poll_interval_s(self) -> float | None:
-        """Seconds between polls by callers on other loops; None on the owner's loop.
+        """Seconds between polls by callers on other loops; None if the owner's loop is the running loop.
 
         Polling is needed because no event reports the end of a loop.
         """
         return _LOOP_POLL_S if asyncio._get_running_loop() is not self._loop else None
 
     def poll_error(self, call: PendingCall) -> BaseException | None:
-        """Poll, and return the error that ends the wait for a call on another loop than the owner's.
+        """Poll the worker, and return the exception that ends the wait for a call on a loop that is not the owner's.
 
-        A withdrawn call ends at once while the owner's loop does not run, because no result can arrive. If that loop
-        has ended, so has the worker, and the supervisor ends the call.
+        While the owner's loop does not run, the wait for a withdrawn call ends at once, because no result can arrive.
+        If that loop has ended, the worker has ended as well, and the supervisor ends the call.
 
         :param call: call of this worker.
-        :returns: the error; None to continue to wait.
+        :returns: `CancelledError` if the call was withdrawn while the owner's loop does not run; None if the caller is
+            to continue to wait.
         """
         self.poll()
         return asyncio.CancelledError() if call.is_withdrawn and not self._loop.is_running() else None
 
     def poll(self) -> None:
-        """End the worker if the owner's loop, which waits for the process, is closed, or its thread has ended."""
+        """End the worker if the owner's loop, which waits for the process, is closed or its thread has ended."""
         if not self._owner.orphaned or self.supervisor.inherited:
             return
         with self.supervisor.lock:
@@ -200,12 +210,15 @@ class ProcessWorker(WorkerHandle):
     # ---- Process
 
     def start(self) -> None:
-        """Spawn the process. Call on the owner's loop."""
+        """Start a task that spawns the process and communicates with it. Call on the owner's loop."""
         self._task = self._loop.create_task(self._run_process())
         self._task.add_done_callback(self._on_process_end)  # runs even if the task is cancelled before its start
 
     def _on_process_end(self, task: "asyncio.Task[str]") -> None:
-        """Report the end of the process, or of the task that waits for it, to the supervisor."""
+        """Report to the supervisor that the process has ended, or that the task which waits for it was cancelled.
+
+        :param task: task of `_run_process`, which has ended.
+        """
         if task.cancelled():  # by the end of the owner's loop, or by `kill`, after which the reason does not matter
             self.supervisor.on_worker_end(
                 self, "the event loop that opened the pool has ended", None, is_replaceable=False
@@ -220,8 +233,11 @@ class ProcessWorker(WorkerHandle):
     async def _run_process(self) -> str:
         """Spawn the process, communicate with it until it exits, and release everything.
 
+        The process is killed if it is not ready within 60 s, or has not exited 10 s after the link was disconnected.
+
         :returns: description of how the process ended.
         :raises OSError: the process could not be started.
+        :raises Exception: the settings of the worker cannot be pickled.
         """
         ours, theirs = socket.socketpair()
         share_ours, share_theirs = socket.socketpair()
@@ -239,7 +255,7 @@ class ProcessWorker(WorkerHandle):
             ours.setblocking(False)
             try:
                 await self._loop.create_unix_connection(lambda: link, sock=ours)
-                until_connected.pop_all()  # the transport closes the socket from here on
+                until_connected.pop_all()  # from now on, the transport closes the socket
                 if not self.supervisor.inherited:
                     watch.start()
                 with anyio.move_on_after(_START_S) as startup:
@@ -261,9 +277,9 @@ class ProcessWorker(WorkerHandle):
         return f"its process ended {_describe_exit(process.returncode)}"
 
     async def _wait_ready(self, share: socket.socket, link: Link) -> None:
-        """Share the protection domain with the process, and wait until it is ready or gone.
+        """Share the protection domain with the process, if possible, and wait until the process is ready or gone.
 
-        An error of sharing is recorded as the cause of the worker's end.
+        If sharing fails, the exception is recorded as the cause of the worker's end.
 
         :param share: socket over which the protection domain is shared.
         :param link: link to the process.
@@ -288,13 +304,15 @@ class ProcessWorker(WorkerHandle):
     def _spawn(self, *sockets: socket.socket) -> "subprocess.Popen[bytes]":
         """Start a process in the same way as the spawn method of `multiprocessing`, and have it run a `SpawnedWorker`.
 
-        `multiprocessing.Process` is not used for three reasons. In the child of a fork it counts as a child of that
-        process as well, which terminates it on exit. A daemonic process cannot have children. A process that is not
-        daemonic is waited for at exit, as long as its calls take.
+        `multiprocessing.Process` is not used, for three reasons. In a forked child, its object counts as a child of
+        that process as well, and is terminated when that process exits. A daemonic process cannot have children. A
+        process that is not daemonic is waited for at exit, however long its calls take.
 
-        :param sockets: ends of the worker for the link, for sharing, and of the fd channel. The caller closes them.
-        :returns: the process, which the caller waits for.
+        :param sockets: the worker's ends of the link, of the socket for sharing and of the fd channel. The caller must
+            close them.
+        :returns: the process, which the caller must wait for.
         :raises OSError: the process could not be started.
+        :raises Exception: the settings of the worker cannot be pickled.
         """
         descriptors = [sock.fileno() for sock in sockets]
         preparation = multiprocessing.spawn.get_preparation_data(f"{self.supervisor.name}, worker {self.number}")
@@ -303,7 +321,7 @@ class ProcessWorker(WorkerHandle):
         with os.fdopen(os.memfd_create("aioverbs worker"), "r+b") as setup:  # a pipe could be too small
             setup.write(pickle.dumps(preparation) + pickle.dumps(spawned))
             setup.seek(0)
-            # Ctrl-C is for the pool's process. SIGINT is blocked from the first instruction of the new process on.
+            # Ctrl-C is for the pool's process. SIGINT is blocked from the first instruction of the new process onward.
             blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:
                 return subprocess.Popen(
@@ -316,11 +334,11 @@ class ProcessWorker(WorkerHandle):
                 signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
 
     def stop(self) -> None:
-        """Tell the worker to end, without waiting for it."""
+        """Tell the worker to end, without waiting for its end. Can be called from any thread."""
         self.call_on_loop(self._request_stop)
 
     def _request_stop(self) -> None:
-        """Tell a ready worker to end, and kill another one. Call on the owner's loop."""
+        """Tell the worker to end if it is ready, else kill its process. Call on the owner's loop."""
         if self.is_ready and self._link is not None:
             self._link.send(FrameType.STOP)
         else:
@@ -338,7 +356,7 @@ class ProcessWorker(WorkerHandle):
         return True
 
     def join(self, timeout_s: float) -> bool:
-        """Return True: the process was waited for before its end was reported.
+        """Return True without waiting: a process is reported as ended only after it has been waited for.
 
         :param timeout_s: ignored.
         """
@@ -347,14 +365,21 @@ class ProcessWorker(WorkerHandle):
     # ---- Calls
 
     def make_call(self, payload: object, outcome: ResultSink[Any]) -> PendingCall:
-        """Return a call from a `SocketCall`, or from the bytes that `pickled_call` returned."""
+        """Return a new call for this worker, which is not sent yet.
+
+        :param payload: a `SocketCall`, or the bytes that `pickled_call` returned.
+        :param outcome: object that receives the result or the exception of the call.
+        """
         socket_call = payload if isinstance(payload, SocketCall) else None
         data = socket_call.payload if socket_call is not None else payload
         assert isinstance(data, bytes)
         return _ProcessCall(self, data, outcome, socket_call)
 
     def send_call(self, call: _ProcessCall) -> None:
-        """Send a call to the process. Call on the owner's loop, with or without the supervisor's lock."""
+        """Send a call to the process, or end it if it was withdrawn.
+
+        Call on the owner's loop, with or without the supervisor's lock.
+        """
         if call.is_withdrawn:
             self._loop.call_soon(self.on_done, call, None, call.cancellation())
         elif call.socket_call is None:
@@ -365,14 +390,21 @@ class ProcessWorker(WorkerHandle):
                 self._send_sockets()
 
     def _send_frame(self, frame_type: FrameType, call: _ProcessCall) -> None:
-        """Send a call in a frame, if the process is connected."""
+        """Send the payload of a call to the process in a frame. Do nothing if the process is not connected.
+
+        :param frame_type: CALL or SOCKET_CALL.
+        :param call: call to send, which drops its payload.
+        """
         payload, call.payload = call.payload, b""
         if self._link is not None:
             self._sent_calls[call.number] = call
             self._link.send(frame_type, call.number, payload)
 
     def _send_sockets(self) -> None:
-        """Send the waiting calls with their sockets, as far as the fd channel has space; retry the rest later."""
+        """Send waiting calls with their sockets until the fd channel is full, and the remaining ones later.
+
+        If the process is gone, the remaining calls are not sent: they end together with the worker.
+        """
         while self._unsent_sockets:
             call = self._unsent_sockets[0]
             assert call.socket_call is not None
@@ -389,7 +421,10 @@ class ProcessWorker(WorkerHandle):
             self._send_frame(FrameType.SOCKET_CALL, call)
 
     def cancel_call(self, call: _ProcessCall) -> None:
-        """Cancel a call that was sent or waits for its socket to be sent. Call on the owner's loop."""
+        """Cancel a call that was sent, or that waits until its socket is sent. Call on the owner's loop.
+
+        Do nothing if the call has ended.
+        """
         if call in self._unsent_sockets:
             self._unsent_sockets.remove(call)
             self.on_done(call, None, call.cancellation())
@@ -397,7 +432,12 @@ class ProcessWorker(WorkerHandle):
             self._link.send(FrameType.CANCEL, call.number)
 
     def _on_frame(self, frame_type: FrameType, number: int, payload: bytes) -> None:
-        """Handle a frame from the process: record that it is ready or failed, or report or end a call."""
+        """Handle a frame from the process: the process is ready or failed to start, or a call reported a bool or ended.
+
+        :param frame_type: type of the frame.
+        :param number: number of the call; 0 if the frame belongs to no call.
+        :param payload: pickled contents of the frame.
+        """
         if frame_type is FrameType.READY:
             ready: Ready = pickle.loads(payload)
             self.native = ready.native
@@ -420,7 +460,11 @@ class ProcessWorker(WorkerHandle):
             self._on_result(call, payload)
 
     def _on_result(self, call: _ProcessCall, payload: bytes) -> None:
-        """End a call with its pickled result, or with the error of unpickling that."""
+        """End a call with its unpickled result, or with the exception that unpickling raised.
+
+        :param call: call that has ended.
+        :param payload: pickled result of the function.
+        """
         try:
             result = pickle.loads(payload)
         except Exception as error:
@@ -431,7 +475,10 @@ class ProcessWorker(WorkerHandle):
 
 
 def _describe_exit(status: int) -> str:
-    """Return the end of a process as text: its exit status or signal."""
+    """Return text on how a process ended, such as ``"with status 1"`` or ``"by SIGKILL"``.
+
+    :param status: exit status, or the negative number of the signal that ended the process.
+    """
     if status >= 0:
         return f"with status {status}"
     with contextlib.suppress(ValueError):

@@ -32,8 +32,8 @@ __all__ = [
 
 logger = logging.getLogger("aioverbs.pool")
 
-# How often the replacement of a worker is replaced again if it dies before it is ready. It may have been killed, which
-# a further attempt repairs; or it can never start, and attempts must end.
+# Number of times that the replacement of a worker is itself replaced if it dies before it is ready. It may have been
+# killed, in which case a further attempt helps; or it can never start, and the attempts must end.
 _MAX_REPLACEMENTS = 2
 _JOIN_S = 1.0  # long enough: a thread that reported its end has a few instructions left
 
@@ -81,7 +81,7 @@ class WorkerStatistics:
 
 
 class PendingCall(Protocol):
-    """Call of a function that a worker has, and that has not ended."""
+    """Call of a function that is assigned to a worker and has not ended."""
 
     handle: Any
     outcome: ResultSink[Any] | None
@@ -95,16 +95,16 @@ class PendingCall(Protocol):
         """
 
     def withdraw(self) -> None:
-        """Cancel the call on its worker. Call from any thread."""
+        """Cancel the call; if it was sent to its worker, cancel it there. Can be called from any thread."""
 
     def cancellation(self) -> BaseException:
-        """Return a new error with which the call ends if it is cancelled."""
+        """Return a new exception with which the call ends if it is cancelled."""
 
 
 def poll_end(call: PendingCall) -> float | None:
-    """End a call if its worker has ended and no event can report that.
+    """Poll the worker of a call. If the worker has ended and no event reported this, the call ends.
 
-    :returns: seconds until the next poll, or None if no further poll is needed.
+    :returns: seconds until the next poll; None if no further poll is needed.
     """
     call.handle.poll()
     poll_interval_s: float | None = call.handle.poll_interval_s
@@ -112,9 +112,9 @@ def poll_end(call: PendingCall) -> float | None:
 
 
 def poll_error(call: PendingCall) -> BaseException | None:
-    """Poll the worker that has a call now, which may be a replacement.
+    """Poll the worker of a call, which may be a replacement for the worker that the call was first assigned to.
 
-    :returns: error that ends the caller's wait for the call, or None.
+    :returns: exception that ends the caller's wait for the call; None if the caller is to continue to wait.
     """
     error: BaseException | None = call.handle.poll_error(call)
     return error
@@ -134,7 +134,7 @@ class WorkerHandle:
 
     :param supervisor: supervisor of the pool.
     :param number: number of the worker in its pool, 0 or higher.
-    :param counts: counts of the worker and of those that it replaces.
+    :param counts: counts of the worker and of the workers that it replaces.
     """
 
     def __init__(self, supervisor: "Supervisor", number: int, counts: Counts) -> None:
@@ -145,7 +145,7 @@ class WorkerHandle:
         self.backlog: list[tuple[PendingCall, contextvars.Context]] = []  # calls that wait until it is ready
         self.is_ready = False
         self.has_ended = False
-        self.replacements_left = 0  # replacements if it dies before it is ready; none for the workers of `start`
+        self.replacements_left = 0  # number of replacements if it dies before it is ready; 0 for the first workers
         self.native = False
         self.shares_pd = True
         self.process_id: int | None = None
@@ -159,19 +159,24 @@ class WorkerHandle:
         """Start the worker. Call without the lock.
 
         The worker calls `on_ready` when it is ready, and in any case `Supervisor.on_worker_end` when it has ended.
+
+        :raises RuntimeError: no thread can be started.
         """
         raise NotImplementedError
 
     def make_call(self, payload: object, outcome: ResultSink[Any]) -> PendingCall:
-        """Return a new call for this worker.
+        """Return a new call for this worker, which is not sent yet.
 
         :param payload: function and arguments, as the pool's backend prepared them.
-        :param outcome: receiver of the result.
+        :param outcome: object that receives the result or the exception of the call.
         """
         raise NotImplementedError
 
     def stop(self) -> None:
-        """Tell the worker to end. Call from any thread, without the lock, any number of times."""
+        """Tell the worker to end, without waiting for its end.
+
+        Can be called from any thread, without the lock, any number of times.
+        """
         raise NotImplementedError
 
     @property
@@ -180,22 +185,22 @@ class WorkerHandle:
         return None
 
     def poll(self) -> None:
-        """End the worker if its owner has ended, so that no event can report its end.
+        """End the worker if the event loop that opened the pool has ended, so that no event reports the worker's end.
 
-        Call from any thread, without the lock.
+        Do nothing if the worker is a thread. Can be called from any thread, without the lock.
         """
 
     def poll_error(self, call: PendingCall) -> BaseException | None:
-        """Poll, and return the error that ends the caller's wait for a call, if nothing else ends that wait.
+        """Poll the worker, and return the exception that ends the caller's wait for a call if nothing else does.
 
         :param call: call of this worker.
-        :returns: the error; None to continue to wait.
+        :returns: the exception; None if the caller is to continue to wait.
         """
 
     def kill(self) -> bool:
-        """End the worker by force. Call without the lock.
+        """End the worker by force, if that is possible. Call without the lock.
 
-        :returns: False if the worker cannot be ended by force.
+        :returns: True if the worker is ended by force; False if it cannot be, because it is a thread.
         """
         raise NotImplementedError
 
@@ -203,12 +208,12 @@ class WorkerHandle:
         """Block until the thread or process of a worker that has ended is gone, which takes a short time.
 
         :param timeout_s: maximum time to wait, in seconds.
-        :returns: True if the thread or process is gone.
+        :returns: True if the thread or process is gone; False if it still exists after `timeout_s`.
         """
         raise NotImplementedError
 
     def on_ready(self) -> None:
-        """Mark the worker as ready, and send the waiting calls to it. Call without the lock."""
+        """Mark the worker as ready, and send it the calls that waited for this. Call without the lock."""
         with self.supervisor.lock:
             # Set before the backlog is taken: a signal handler that sends a call here must not add it to the backlog,
             # which is never read again.
@@ -219,7 +224,9 @@ class WorkerHandle:
         self.ready.set_result(None)
 
     def on_done(self, call: PendingCall, result: object, error: BaseException | None) -> None:
-        """Record the end of a call. Only the first report has an effect. Call without the lock.
+        """Record the end of a call, and pass on its result or exception. Call without the lock.
+
+        Only the first report for a call has an effect.
 
         :param call: call of this worker.
         :param result: result of the function, if `error` is None.
@@ -243,7 +250,7 @@ class WorkerHandle:
             self.supervisor._condition.notify()
 
     def statistics(self) -> WorkerStatistics:
-        """Return the current counts of the worker."""
+        """Return the current counts of the worker, with totals that include the workers that it replaced."""
         counts = self.counts
         return WorkerStatistics(
             self.number,
@@ -260,9 +267,13 @@ class WorkerHandle:
 
 
 def _death_error(handle: WorkerHandle, reason: str, cause: BaseException | None) -> WorkerDiedError:
-    """Return a new error for the death of a worker.
+    """Return a new `WorkerDiedError` for the death of a worker.
 
-    Each receiver gets an error of its own, because raising adds a traceback.
+    Each receiver gets an exception object of its own, because raising it adds a traceback.
+
+    :param handle: handle of the worker.
+    :param reason: description of how the worker ended.
+    :param cause: exception that ended the worker; None if unknown.
     """
     died = WorkerDiedError(handle.number, reason)
     died.__cause__ = cause
@@ -274,7 +285,8 @@ class Supervisor:
 
     :param name: name of the pool in messages.
     :param size: number of workers.
-    :param spawn: function that returns the handle of a new worker, not started, for a supervisor, number and counts.
+    :param spawn: function that takes a supervisor, a worker number and counts, and returns the handle of a new worker
+        that is not started yet.
     :param policy: policy that chooses a worker for calls that name neither a worker nor a key.
     :param replaces: True to replace a worker that dies; False to mark the pool as broken.
     """
@@ -308,23 +320,24 @@ class Supervisor:
         self.size = size
 
     def _renew_lock(self) -> None:
-        """Replace the lock in a forked child."""
+        """Replace the lock with a new one in a forked child."""
         self.lock = threading.RLock()
 
     # ---- Calls
 
     def send(self, payload: object, outcome: ResultSink[Any], worker: int | None, key: Key | None) -> PendingCall:
-        """Assign a call to a worker, and send it, or let it wait until the worker is ready.
+        """Assign a call to a worker and send it, or keep it until the worker is ready.
 
         :param payload: function and arguments, as the pool's backend prepared them.
-        :param outcome: receiver of the result.
-        :param worker: number of the worker, 0..size-1; None: `key` or the policy chooses the worker.
-        :param key: string, bytes or integer. Calls with equal keys go to the same worker.
-        :returns: the call, which can be withdrawn.
-        :raises ClosedResourceError: no more calls are taken.
+        :param outcome: object that receives the result or the exception of the call.
+        :param worker: number of the worker, 0..size-1; None if `key` or the policy is to choose the worker.
+        :param key: string, bytes or integer: calls with equal keys go to the same worker. None if `worker` or the
+            policy is to choose the worker.
+        :returns: the pending call, whose method ``withdraw`` cancels it.
+        :raises ClosedResourceError: the pool no longer takes calls, or only from functions on its workers.
         :raises BrokenResourceError: a worker died and was not replaced.
-        :raises ValueError: there is no such worker, both `worker` and `key` are given, or the policy chose a wrong
-            number.
+        :raises ValueError: there is no such worker, both `worker` and `key` are given, or the policy chose a worker
+            that does not exist.
         :raises TypeError: `key` is not a string, bytes or an integer.
         """
         self._check_state()  # here as well, so that the policy is not called for nothing
@@ -344,9 +357,10 @@ class Supervisor:
         return call
 
     def withdraw_backlogged(self, call: PendingCall) -> bool:
-        """Cancel a call that waits for its worker to become ready. Call from any thread.
+        """Cancel a call that waits for its worker to become ready. Can be called from any thread.
 
-        :returns: True if the call was waiting, and has ended now; False if it was sent before.
+        :returns: True if the call was waiting, in which case it has ended now; False if it was already sent or has
+            ended.
         """
         with self.lock:  # so that the call is either still in the backlog, or was posted
             handle: WorkerHandle = call.handle
@@ -358,7 +372,7 @@ class Supervisor:
         return True
 
     def check_unbroken(self) -> None:
-        """Check that no worker died without being replaced.
+        """Check that no worker has died without being replaced.
 
         :raises BrokenResourceError: a worker died and was not replaced.
         """
@@ -366,7 +380,7 @@ class Supervisor:
             raise BrokenResourceError(f"{self.name} is broken: {self.broken}") from self.broken
 
     def accepts_calls(self) -> bool:
-        """Return whether calls from outside of the pool are taken."""
+        """Return whether calls from outside the pool are taken: the pool is not draining, stopped or broken."""
         return self.state is SupervisorState.OPEN and self.broken is None
 
     def is_on_worker(self) -> bool:
@@ -375,9 +389,10 @@ class Supervisor:
         return current is not None and current.supervisor is self
 
     def _check_state(self) -> None:
-        """Check that the pool takes calls from here.
+        """Check that the pool takes calls from the caller.
 
-        :raises ClosedResourceError: no calls are taken, or only those of functions on the workers.
+        :raises ClosedResourceError: the pool is stopped; or it is draining, and the caller does not run on one of its
+            worker threads.
         :raises BrokenResourceError: a worker died and was not replaced.
         """
         if self.state is not SupervisorState.OPEN and (
@@ -390,7 +405,10 @@ class Supervisor:
     def _choose_worker(self, worker: int | None, key: Key | None) -> int:
         """Return the number of the worker for a call.
 
-        :raises ValueError: there is no such worker, both arguments are given, or the policy chose a wrong number.
+        :param worker: number that the caller chose; None if `key` or the policy is to choose.
+        :param key: key of the call; None if `worker` or the policy is to choose.
+        :raises ValueError: there is no such worker, both arguments are given, or the policy chose a worker that does
+            not exist.
         :raises TypeError: the key is not a string, bytes or an integer.
         """
         if worker is not None:
@@ -418,17 +436,18 @@ class Supervisor:
     def on_worker_end(
         self, handle: WorkerHandle, reason: str, cause: BaseException | None, *, is_replaceable: bool = True
     ) -> None:
-        """Handle the end of a worker, whether it was told to end or died. Call from any thread, without the lock.
+        """Handle the end of a worker, whether it was told to end or died.
 
-        A worker that ends before the supervisor is STOPPED has died: it is replaced, or the pool is broken. Its calls
-        end with `WorkerDiedError`.
+        Can be called from any thread, without the lock. A worker that ends before the supervisor is STOPPED has died:
+        it is replaced, or the pool is marked as broken. Calls that were sent to the worker end with `WorkerDiedError`;
+        calls that still waited for it move to its replacement, or end in the same way if there is none.
 
-        In the child of a fork nothing is done: what ended there is the child's copy of the task or thread that waits
-        for the worker, not the worker.
+        In a forked child, nothing is done: what has ended is not the worker, but the child's copy of the task or thread
+        that waits for the worker.
 
         :param handle: handle of the worker.
         :param reason: description of how the worker ended, for messages.
-        :param cause: exception that ended the worker, if known.
+        :param cause: exception that ended the worker; None if unknown.
         :param is_replaceable: False if no other worker can take its place.
         """
         if self.inherited:
@@ -457,7 +476,11 @@ class Supervisor:
         self._condition.notify()
 
     def _replace(self, handle: WorkerHandle) -> WorkerHandle:
-        """Return a new worker in the place of another one, with the calls that waited for it. Call under the lock."""
+        """Make a new worker that takes the place of a dead one, and move waiting calls to it. Call with the lock.
+
+        :param handle: handle of the dead worker.
+        :returns: handle of the new worker, which is not started yet.
+        """
         successor = self._handles[handle.number] = self._spawn_worker(self, handle.number, handle.counts)
         successor.replacements_left = _MAX_REPLACEMENTS if handle.is_ready else handle.replacements_left - 1
         for call, context in handle.backlog:
@@ -471,14 +494,15 @@ class Supervisor:
     # ---- Starting and ending
 
     def spawn(self) -> None:
-        """Make the handles of all workers, without starting them."""
+        """Make the handles of all workers, without starting the workers."""
         self._forks = forks.count
         self._handles = [self._spawn_worker(self, number, Counts()) for number in self._numbers]
 
     def start(self) -> list["concurrent.futures.Future[None]"]:
-        """Start all workers.
+        """Start all workers, without waiting until they are ready.
 
-        :returns: for each worker a future that ends when the worker is ready, or with the reason why it ended before.
+        :returns: list with a future for each worker, which completes when the worker is ready, or with the exception
+            that explains why the worker ended before that.
         """
         handles = tuple(self._handles)
         for handle in handles:
@@ -486,24 +510,24 @@ class Supervisor:
         return [handle.ready for handle in handles]
 
     def _start(self, handle: WorkerHandle) -> None:
-        """Start a worker. A failure is handled as its end."""
+        """Start a worker. If that fails, handle the failure as the end of the worker."""
         try:
             handle.start()
         except (OSError, RuntimeError) as error:  # out of threads, processes or descriptors
             self.on_worker_end(handle, f"it could not be started: {error}", error)
 
     def drain(self) -> None:
-        """Stop taking calls from outside of the pool."""
+        """Stop taking calls from outside the pool. Functions on worker threads may still call it."""
         with self.lock:
             if self.state is SupervisorState.OPEN:
                 self.state = SupervisorState.DRAINING
         self._condition.notify()
 
     async def wait_while(self, condition: Callable[[], bool]) -> None:
-        """Wait as long as a condition of the supervisor is true, and poll the workers meanwhile if needed.
+        """Wait while a condition of the supervisor is true, and poll the workers meanwhile if that is needed.
 
         :param condition: `is_busy`, `has_workers` or `accepts_calls`.
-        :raises RuntimeError: the condition is true now, and no asyncio event loop is running.
+        :raises RuntimeError: the condition is true when this is called, and no asyncio event loop is running.
         """
 
         def holds() -> bool:
@@ -514,17 +538,17 @@ class Supervisor:
         await self._condition.wait_while(holds, poll_s=next((handle.poll_interval_s for handle in self._handles), None))
 
     def is_busy(self) -> bool:
-        """Return whether any call waits or is in flight."""
+        """Return whether any call is waiting or in flight."""
         with self.lock:
             return any(handle.calls for handle in self._handles)
 
     def has_workers(self) -> bool:
-        """Return whether any worker has not ended."""
+        """Return whether there is a worker that has not ended."""
         with self.lock:
             return any(not handle.has_ended for handle in self._handles)
 
     def cancel(self) -> None:
-        """Stop taking calls, and cancel all calls."""
+        """Stop taking calls and cancel all calls, without waiting for those that are already running to end."""
         with self.lock:
             self.state = SupervisorState.STOPPED
             calls = [call for handle in self._handles for call in tuple(handle.calls)]
@@ -540,47 +564,51 @@ class Supervisor:
         self._condition.notify()
 
     def closed_error(self) -> ClosedResourceError:
-        """Return a new error for a call that was cancelled because the pool was closed."""
+        """Return a new `ClosedResourceError` for a call that was cancelled because the pool was closed."""
         return ClosedResourceError(f"{self.name} was closed before this call ended, and cancelled it")
 
     def stop(self) -> None:
-        """Tell all workers to end. Call from any thread."""
+        """Tell all workers to end, without waiting for their ends. Can be called from any thread."""
         for handle in self._live_handles():
             handle.stop()
 
     def kill(self) -> list[str]:
-        """End all workers by force that can be ended so.
+        """End all worker processes by force. Threads cannot be ended this way.
 
-        :returns: descriptions of the other workers, with the number of their calls.
+        :returns: list of descriptions of the workers that are left running, with the number of their calls.
         """
         return [f"{handle!r} with {len(handle.calls)} calls" for handle in self._live_handles() if not handle.kill()]
 
     def _unjoined(self, timeout_s: float) -> list[WorkerHandle]:
-        """Return the ended workers whose threads or processes are not gone.
+        """Wait until the threads and processes of ended workers are gone.
 
-        :param timeout_s: maximum time to wait for each, in seconds.
+        :param timeout_s: maximum time to wait for each worker, in seconds.
+        :returns: list of the handles of the workers whose threads or processes still exist.
         """
         return [handle for handle in self._ended_handles if not handle.join(timeout_s)]
 
     def join(self) -> None:
-        """Block until the threads and processes of all workers that have ended are gone, up to 1 s for each."""
+        """Block until the threads and processes of all ended workers are gone, for at most 1 s per worker."""
         with self.lock:
             self._ended_handles = self._unjoined(_JOIN_S)
 
     def _live_handles(self) -> Iterable[WorkerHandle]:
-        """Return the workers that have not ended."""
+        """Return the handles of the workers that have not ended."""
         with self.lock:
             return [handle for handle in self._handles if not handle.has_ended]
 
     def abandon(self) -> None:
-        """Tell all workers to end when the pool object is garbage-collected. Takes no lock: a finalizer calls this."""
+        """Tell all workers to end because the pool object is being garbage-collected.
+
+        A finalizer calls this, so it takes no lock and does not wait.
+        """
         self.state = SupervisorState.STOPPED
         for handle in self._handles:
             with contextlib.suppress(RuntimeError):  # its loop is closed
                 handle.stop()
 
     def statistics(self) -> tuple[WorkerStatistics, ...]:
-        """Return the current counts of all workers."""
+        """Return a tuple of the current counts of each worker, ordered by worker number."""
         with self.lock:
             return tuple(handle.statistics() for handle in self._handles)
 

@@ -30,11 +30,17 @@ class _ThreadCall(CrossLoopCall[Any]):
         self.is_cancelled_by_pool = False
 
     def post(self) -> None:
-        """Send the call to the worker's loop. Raises `RuntimeError` if that is closed. Call from any thread."""
+        """Send the call to the worker's loop. Can be called from any thread.
+
+        :raises RuntimeError: the worker's loop is closed.
+        """
         self.send_to(self.handle.loop)
 
     def withdraw(self) -> None:
-        """Cancel the call on the worker, or end it if it still waits. Call from any thread."""
+        """Cancel the call on the worker, or end it here if the worker is not ready yet.
+
+        Can be called from any thread.
+        """
         self.is_withdrawn = True
         if self.handle.supervisor.withdraw_backlogged(self):
             return
@@ -44,21 +50,32 @@ class _ThreadCall(CrossLoopCall[Any]):
         # Else the call has ended.
 
     def start(self) -> None:
-        """Start the call, unless the loop is ending. Call on the worker's loop."""
+        """Start the call, unless the worker's loop is ending. Call on that loop.
+
+        :raises SystemExit: the function raised it, which ends the loop; the same applies to `KeyboardInterrupt`.
+        """
         if not self.handle.is_ending():
             super().start()
 
     def settle(self, result: object, error: BaseException | None) -> None:
-        """Report the end of the call to the supervisor, unless the loop is ending."""
+        """Report the result or the exception of the call to the supervisor, unless the worker's loop is ending.
+
+        :param result: result of the function, if `error` is None.
+        :param error: exception of the call; None if the function returned.
+        """
         if not self.handle.is_ending():  # else the supervisor ends the call
             self.handle.on_done(self, result, error)
 
     def cancellation(self) -> BaseException:
-        """Return the error of a cancelled call: `ClosedResourceError` if the pool cancelled it."""
+        """Return a new exception for a call that was cancelled.
+
+        :returns: `ClosedResourceError` if the pool cancelled the call, `CancelledError` if the caller did, else
+            `BrokenResourceError`.
+        """
         return self.handle.supervisor.closed_error() if self.is_cancelled_by_pool else super().cancellation()
 
     def leave(self, error: BaseException) -> None:
-        """Do nothing: the supervisor ends the calls of a worker whose loop ends."""
+        """Do nothing if the function ends the loop: the supervisor ends the calls of a worker whose loop has ended."""
 
 
 class ThreadWorker(WorkerHandle):
@@ -68,7 +85,7 @@ class ThreadWorker(WorkerHandle):
 
     :param supervisor: supervisor of the pool.
     :param number: number of the worker in its pool.
-    :param counts: counts of the worker and of those that it replaces.
+    :param counts: counts of the worker and of the workers that it replaces.
     :param device: device of the pool.
     :param pd: protection domain of the worker's domain.
     :param settings: settings of all workers.
@@ -95,24 +112,24 @@ class ThreadWorker(WorkerHandle):
         self._stop: asyncio.Event | None = None
 
     def start(self) -> None:
-        """Start the thread.
+        """Start the thread of the worker.
 
         :raises RuntimeError: no thread can be started.
         """
         self._thread.start()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the thread.
+        """Wait for the thread to end. Do not wait if the caller runs in that thread.
 
         :param timeout_s: maximum time to wait, in seconds.
-        :returns: True if the thread has ended.
+        :returns: True if the thread has ended or was never started; False if it is still running.
         """
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        """Run the worker's loop, in the thread, and report its end to the supervisor."""
+        """Run the worker's loop and report its end to the supervisor. This is the main function of the thread."""
         reason, cause = "it was stopped", None
         try:
             with asyncio.Runner(loop_factory=loop_factory(self._settings.loop)) as runner:
@@ -122,7 +139,7 @@ class ThreadWorker(WorkerHandle):
         self.supervisor.on_worker_end(self, reason, cause)
 
     async def _main(self) -> None:
-        """Open the worker's domain and enter its setup, take calls until `stop`, and close everything."""
+        """Open the worker's domain and enter its setup, take calls until `stop` is called, then close everything."""
         self._main_task = asyncio.current_task()
         self.loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         if self._is_stopping:
@@ -133,23 +150,30 @@ class ThreadWorker(WorkerHandle):
             await self._stop.wait()
 
     def is_ending(self) -> bool:
-        """Return whether the loop cancels all tasks because something ended it. Call on that loop."""
+        """Return whether the loop is ending: its main task has ended or is being cancelled.
+
+        True before the loop has started. Call on that loop.
+        """
         task = self._main_task
         return task is None or task.cancelling() > 0 or task.done()
 
     def stop(self) -> None:
-        """Tell the worker's loop to end, without waiting for it. Call from any thread."""
+        """Tell the worker's loop to end, without waiting for its end. Can be called from any thread."""
         self._is_stopping = True
         if self._stop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self.loop.call_soon_threadsafe(self._stop.set)
 
     def kill(self) -> bool:
-        """Return False: a thread cannot be ended by force."""
+        """Return False, because a thread cannot be ended by force."""
         return False
 
     def make_call(self, payload: object, outcome: ResultSink[Any]) -> PendingCall:
-        """Return a call from a function and its arguments."""
+        """Return a new call for this worker, which is not sent yet.
+
+        :param payload: tuple ``(function, args)``.
+        :param outcome: object that receives the result or the exception of the call.
+        """
         assert isinstance(payload, tuple)
         function, args = payload
         return _ThreadCall(self, function, args, outcome)

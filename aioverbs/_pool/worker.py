@@ -45,7 +45,7 @@ class Worker:
     :param number: number of the worker in its pool, 0 or higher. A worker that replaces another one has the same
         number.
     :param domain: resource domain of the worker, over the pool's protection domain.
-    :param supervisor: supervisor of the pool, to recognize its own workers; None in a worker process.
+    :param supervisor: supervisor of the pool, by which the pool recognizes its own workers; None in a worker process.
     """
 
     def __init__(self, number: int, domain: ResourceDomain, supervisor: object) -> None:
@@ -54,14 +54,14 @@ class Worker:
         self.domain = domain
         self.loop = running_loop()
         self.state: Any = None
-        """Value of the context manager of the pool's `setup`; None without one."""
+        """Value of the context manager from the pool's `setup`; None if the pool has no setup."""
 
     def __repr__(self) -> str:
         return f"<Worker {self.number} of {self.domain!r}>"
 
 
 def current_worker() -> Worker:
-    """Return the worker that runs the calling function.
+    """Return the worker on which the calling function runs.
 
     :raises RuntimeError: the caller does not run on a worker of a pool.
     """
@@ -85,9 +85,11 @@ class WorkerSettings:
 
     :param thread_model: thread model of the workers' domains.
     :param message_model: message model of the workers' domains.
-    :param allocator: allocator of the memory that the provider uses for the workers' domains; None: the provider's own.
+    :param allocator: allocator of the memory that the provider uses for the workers' domains; None for the provider's
+        own memory.
     :param loop: ``"asyncio"``, ``"uvloop"``, or a function that returns a new event loop.
-    :param setup: async context manager that each worker enters before it takes calls; None: no setup.
+    :param setup: function that takes a `Worker` and returns an async context manager, which the worker enters before it
+        takes calls; None if there is no setup.
     """
 
     thread_model: ThreadModel
@@ -98,11 +100,11 @@ class WorkerSettings:
 
 
 def loop_factory(loop: str | LoopFactory) -> LoopFactory:
-    """Return a function that makes event loops.
+    """Return a function that makes new event loops.
 
-    :param loop: ``"asyncio"``, ``"uvloop"``, or a function, which is returned.
-    :raises ValueError: `loop` is another string.
-    :raises ImportError: uvloop is not installed.
+    :param loop: ``"asyncio"``, ``"uvloop"``, or a function that returns a new event loop, which is returned as it is.
+    :raises ValueError: `loop` is any other string.
+    :raises ImportError: `loop` is ``"uvloop"``, which is not installed.
     """
     match loop:
         case "asyncio":
@@ -122,17 +124,17 @@ def loop_factory(loop: str | LoopFactory) -> LoopFactory:
 async def worker_context(
     number: int, device: Device, pd: ProtectionDomain, settings: WorkerSettings, supervisor: object = None
 ) -> AsyncGenerator[Worker, None]:
-    """Make the current thread a worker for the length of the block.
+    """Make the current thread a worker for the duration of the block.
 
-    The end of the block cancels all other tasks of the running loop, and waits for them.
+    At the end of the block, all other tasks on the running loop are cancelled and waited for.
 
     :param number: number of the worker.
     :param device: device of the pool.
     :param pd: protection domain of the worker's domain.
     :param settings: settings of all workers.
-    :param supervisor: supervisor of the pool, if it is in this process.
-    :returns: context manager that yields the worker. Entering it raises the exceptions of `Device.resource_domain` and
-        `ResourceDomain.open`, such as `VerbsError`, and whatever the setup raises.
+    :param supervisor: supervisor of the pool; None if it is in another process.
+    :returns: async context manager that yields the worker. Entering it raises the exceptions of
+        `Device.resource_domain` and `ResourceDomain.open`, such as `VerbsError`, and whatever the setup raises.
     """
     async with AsyncExitStack() as stack:
         domain = await stack.enter_async_context(
@@ -155,7 +157,13 @@ async def worker_context(
 
 
 async def cancel_tasks() -> None:
-    """Cancel all other tasks of the running loop, and wait for their ends, up to 100 times while new tasks appear."""
+    """Cancel all other tasks on the running loop and wait until they have ended.
+
+    If these start new tasks meanwhile, cancel those as well, in up to 100 rounds. Tasks that exist after that keep
+    running.
+
+    :raises RuntimeError: no asyncio event loop is running.
+    """
     for _ in range(_CANCEL_ROUNDS):
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         if not tasks:

@@ -46,28 +46,28 @@ class ThreadModel(enum.Enum):
     SAFE = "safe"
     """Any thread may use the objects at any time; the provider takes locks.
 
-    Tasks of any event loop may await them. The completion channel wakes only the loop that opened the completion queue,
-    and that loop notifies the others. So an operation that does not complete at once, such as ``receive()``, completes
-    on another loop only while the loop of the completion queue runs. If that loop may stop or block, open the
-    completion queue on the loop that awaits.
+    Tasks on any event loop may await their operations. The completion channel wakes only the loop that opened the
+    completion queue, and that loop notifies the others. So an operation that does not complete at once, such as
+    ``receive()``, completes on another loop only while the loop of the completion queue runs. If that loop may stop or
+    block, open the completion queue on the loop that awaits.
     """
 
     UNSAFE = "unsafe"
-    """Any thread may use the objects, one verb at a time. The callers serialize; an overlapping verb raises
-    `ConcurrentAccessError`.
+    """Any thread may use the objects, one verb at a time. The callers must serialize their verbs; an overlapping verb
+    raises `ConcurrentAccessError`.
 
     Awaited operations need the loop that opened the completion queue, as for SAFE.
     """
 
     SINGLE = "single"
-    """Only one thread uses the objects during their lifetime: that of the event loop that opened the domain."""
+    """Only one thread may use the objects during their lifetime: that of the event loop that opened the domain."""
 
 
 def owner_for(model: ThreadModel) -> Affinity | None:
-    """Return the owner of an object that is made now under a thread model.
+    """Return the owner for a new object that is subject to a thread model.
 
-    :returns: SINGLE: the running loop and its thread; UNSAFE: an owner that is bound to no thread and detects
-        overlapping verbs; SAFE: None.
+    :returns: for SINGLE, the running loop and its thread; for UNSAFE, an owner that is bound to no thread and detects
+        overlapping verbs; for SAFE, None.
     :raises RuntimeError: the model is SINGLE, and no asyncio event loop is running in this thread.
     """
     match model:
@@ -93,15 +93,16 @@ def running_loop() -> asyncio.AbstractEventLoop:
 
 
 async def wait_uncancelled(awaited: Coroutine[Any, Any, T] | asyncio.Future[T]) -> T:
-    """Wait for a coroutine or future until it is done, even if the waiting task is cancelled, once or repeatedly.
+    """Wait until a coroutine or future is done, even if the waiting task is cancelled, once or repeatedly.
 
-    After that the last cancellation is raised. If the awaited object failed, its exception is the cause of that
-    cancellation. In the child of a fork the cancellation is raised at once.
+    If the waiting task was cancelled, the last cancellation is raised after the wait. If the awaited object failed as
+    well, its exception is the cause of that cancellation. In a forked child, a cancellation ends the wait and is raised
+    at once.
 
-    :param awaited: coroutine, which is wrapped in a task of the running loop, or future of that loop.
+    :param awaited: coroutine, which is wrapped in a task on the running loop, or future of that loop.
     :returns: the result of the awaited object.
     :raises asyncio.CancelledError: the waiting task or the awaited object was cancelled.
-    :raises RuntimeError: no asyncio event loop is running. A coroutine was closed then.
+    :raises RuntimeError: no asyncio event loop is running. If a coroutine was passed, it has been closed.
     :raises BaseException: whatever the awaited object raised, if the waiting task was not cancelled.
     """
     try:
@@ -128,20 +129,21 @@ async def wait_uncancelled(awaited: Coroutine[Any, Any, T] | asyncio.Future[T]) 
 
 
 def wake(waiter: "asyncio.Future[None] | None") -> None:
-    """Complete a future that a task waits for; do nothing if it is None or done, or if its loop is closed."""
+    """Complete a future that a task waits for. Do nothing if the future is None or done, or if its loop is closed."""
     if waiter is not None and not waiter.done() and not waiter.get_loop().is_closed():
         waiter.set_result(None)
 
 
 async def wait_socket_ready(sock: socket.socket, *, writing: bool = False) -> None:
-    """Wait until a socket can be read or written. At most one task may wait for a socket and direction at a time.
+    """Wait until a socket is readable or writable.
 
-    The ``sock_*`` methods of the loop are not used because of forks. The epoll set of the loop is shared with the copy
-    of the loop in a child. If a task that waits in such a method is cancelled in the child, as `asyncio.run` does with
-    all tasks, the method removes the socket from that set, and the parent is never woken again.
+    At most one task at a time may wait for the same socket and direction. The ``sock_*`` methods of the loop are not
+    used because of forks. The copy of the loop in a forked child shares the loop's epoll set. If a task that waits in
+    such a method is cancelled in the child, as `asyncio.run` does with all tasks, the method removes the socket from
+    that set, and the parent is never woken again.
 
     :param sock: non-blocking socket.
-    :param writing: wait until the socket is writable, not until it is readable.
+    :param writing: True to wait until the socket is writable, False to wait until it is readable.
     :raises ValueError: the socket is closed.
     :raises RuntimeError: no asyncio event loop is running.
     """
@@ -158,7 +160,7 @@ async def wait_socket_ready(sock: socket.socket, *, writing: bool = False) -> No
 
 
 class _Owned:
-    """Base of objects that belong to the event loop, and its thread, that uses them first: the owner.
+    """Base class of objects that belong to their owner: the event loop, and its thread, that first uses them.
 
     Calls from other loops raise before anything has changed. A check in the body of a generator would come too late:
     the exception would end the generator.
@@ -176,15 +178,15 @@ class _Owned:
         return f"<{self._name}>"
 
     def _enter(self, method: str) -> None:
-        """Check that the calling event loop is the owner. The event loop of the first call becomes the owner.
+        """Check that the calling event loop owns the object. If the object has no owner yet, make that loop the owner.
 
-        The first call raises what ``may_begin`` raises, such as `ClosedResourceError`. After an error the owner is the
-        same as before.
+        In the second case ``may_begin`` is called first, and its exceptions are raised, such as `ClosedResourceError`.
+        The owner stays the same on failure.
 
         :param method: name of the called method, for the error.
         :raises AffinityError: another event loop or thread owns the object.
         :raises ForkedProcessError: the owner belongs to the process that this one was forked from.
-        :raises RuntimeError: this is the first call, and no asyncio event loop is running.
+        :raises RuntimeError: the object has no owner yet, and no asyncio event loop is running.
         """
         if self._owner is None:
             self._may_begin()
@@ -193,12 +195,13 @@ class _Owned:
             self._owner.check(self, method)
 
     def _leave(self, method: str) -> bool:
-        """Check that the caller is the owner, or that the owner's loop or thread has ended.
+        """Check that the caller owns the object, or that the owner's loop or thread has ended.
 
-        Without an owner ``may_begin`` is called, and may raise, such as `ClosedResourceError`.
+        If the object has no owner, ``may_begin`` is called, and its exceptions are raised, such as
+        `ClosedResourceError`.
 
         :param method: name of the called method, for the error.
-        :returns: False in the child of a fork, where the object must be left alone; else True.
+        :returns: False in a forked child, where the object must be left alone; else True.
         :raises AffinityError: another event loop owns the object.
         """
         if self._owner is None:
@@ -223,37 +226,40 @@ class OwnedIterator(_Owned, AsyncGenerator[T, None]):
         self._generator = generator
 
     async def asend(self, value: None) -> T:
-        """Return the next item.
+        """Advance the generator and return its next item.
 
-        :param value: None.
+        :param value: always None.
         :raises StopAsyncIteration: there are no more items.
-        :raises AffinityError: another event loop owns the iterator. Nothing was done.
+        :raises AffinityError: another event loop owns the iterator. In this case the generator is not advanced.
         :raises ForkedProcessError: the iteration began in the process that this one was forked from.
         :raises RuntimeError: this is the first item, and no asyncio event loop is running.
-        :raises Exception: whatever ``may_begin`` raised for the first item, or the generator.
+        :raises Exception: whatever the generator raised, or ``may_begin``, which is called before the first item.
         """
         self._enter("__anext__")
         return await self._generator.asend(value)
 
     async def athrow(self, kind: Any, value: Any = None, traceback: TracebackType | None = None) -> T:
-        """Raise an exception inside of the generator, at its last ``yield``.
+        """Raise an exception inside the generator, at its last ``yield``.
 
         :param kind: exception, or type of one.
-        :param value: exception, if ``kind`` is a type; None: call the type without arguments.
-        :param traceback: traceback of the exception.
+        :param value: exception, if ``kind`` is a type; None to call the type without arguments.
+        :param traceback: traceback of the exception; None to leave it as it is.
         :returns: the next item, if the generator catches the exception and yields one.
         :raises StopAsyncIteration: the generator catches the exception and ends.
-        :raises AffinityError: another event loop owns the iterator. Nothing was done.
-        :raises BaseException: the given exception, if the generator does not catch it.
+        :raises AffinityError: another event loop owns the iterator. In this case the generator does not receive the
+            exception.
+        :raises ForkedProcessError: the iteration began in the process that this one was forked from.
+        :raises BaseException: the given exception, if the generator does not catch it, or any exception that it raises
+            instead.
         """
         self._enter("athrow")
         error = (kind() if value is None else value) if isinstance(kind, type) else kind
         return await self._generator.athrow(error.with_traceback(traceback) if traceback is not None else error)
 
     async def aclose(self) -> None:
-        """Close the generator. In the child of a fork nothing is done.
+        """Close the generator, which ends the iteration. In a forked child, nothing is done.
 
-        :raises AffinityError: another event loop owns the iterator. Nothing was done.
+        :raises AffinityError: another event loop owns the iterator. In this case the generator stays open.
         """
         if self._leave("aclose"):
             await self._generator.aclose()
@@ -262,11 +268,11 @@ class OwnedIterator(_Owned, AsyncGenerator[T, None]):
 class OwnedBlock(_Owned, AbstractAsyncContextManager[T, None], Generic[T]):
     """Asynchronous context manager that belongs to the event loop that enters it, for one block at a time.
 
-    ``async with`` yields the result of `_begin`. It raises `RuntimeError` if the object is in a block already, and
+    ``async with`` yields the result of `_begin`. It raises `RuntimeError` if the object is already in a block, and
     `AffinityError` if that block belongs to another event loop. Subclasses implement `_begin` and `_end`.
 
     :param name: name of the context manager in error messages.
-    :param may_begin: function that is called before the block is entered, and raises if the caller may not enter.
+    :param may_begin: function that is called before the block is entered, and raises if the caller may not enter it.
     """
 
     def __init__(self, name: str, may_begin: Callable[[], object]) -> None:
@@ -275,13 +281,23 @@ class OwnedBlock(_Owned, AbstractAsyncContextManager[T, None], Generic[T]):
         self._is_entered = False
 
     async def _begin(self) -> T:
-        """Enter the block, on the loop that owns it, and return the value for ``async with ... as``."""
+        """Enter the block on the loop that owns it. Subclasses implement this; ``async with`` calls it.
+
+        :returns: the value for ``async with ... as``.
+        """
         raise NotImplementedError
 
     async def _end(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Leave the block, on the loop that owns it, or on any other one if that loop has ended."""
+        """Leave the block, on the loop that owns it, or on any loop if the owner has ended.
+
+        Subclasses implement this; ``async with`` calls it at the end of the block with the exception of the block.
+
+        :param kind: type of the exception that the block raised; None if it raised none.
+        :param error: exception that the block raised; None if it raised none.
+        :param traceback: traceback of that exception; None if there is none.
+        """
         raise NotImplementedError
 
     async def __aenter__(self) -> T:
@@ -313,12 +329,12 @@ class OwnedBlock(_Owned, AbstractAsyncContextManager[T, None], Generic[T]):
 class OwnedContext(OwnedBlock[T]):
     """Single-use wrapper that adds the check of the owner to another asynchronous context manager.
 
-    ``async with`` yields the value of the wrapped context manager, whose exceptions it raises. Entering it again raises
-    `RuntimeError`.
+    ``async with`` yields the value of the wrapped context manager and raises the exceptions of that. Entering the
+    wrapper a second time raises `RuntimeError`.
 
     :param name: name of the context manager in error messages.
     :param context: wrapped context manager, which is entered at most once.
-    :param may_begin: function that is called before the block is entered, and raises if the caller may not enter.
+    :param may_begin: function that is called before the block is entered, and raises if the caller may not enter it.
     """
 
     def __init__(
@@ -353,17 +369,22 @@ class CrossLoopCondition:
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 
     def notify(self) -> None:
-        """Make all waiting tasks test their conditions again. Call from any thread, after the change."""
+        """Make all waiting tasks, on any loop, test their conditions again.
+
+        Can be called from any thread, after the state that the conditions depend on has changed.
+        """
         for loop, event in tuple(self._waiting):
             with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile, so no task waits there
                 loop.call_soon_threadsafe(event.set)
 
     async def wait_while(self, condition: Callable[[], object], *, poll_s: float | None = None) -> None:
-        """Wait as long as a condition is true. The condition is tested now and after each notification.
+        """Wait while a condition is true. The condition is tested at the beginning and after each notification.
 
-        :param condition: function whose result is tested for truth. Its exceptions are raised.
-        :param poll_s: interval in seconds at which the condition is also tested, for changes without a notification.
-        :raises RuntimeError: the condition is true now, and no asyncio event loop is running.
+        :param condition: function without arguments whose result is tested for truth. Exceptions that it raises end the
+            wait.
+        :param poll_s: interval in seconds at which the condition is also tested, for changes without a notification;
+            None if every change is notified.
+        :raises RuntimeError: the condition is true at the beginning, and no asyncio event loop is running.
         """
         if not condition():
             return
@@ -393,25 +414,25 @@ async def run_on_owner(owner: Affinity | None, function: Callable[P, T], /, *arg
 async def run_on_owner(
     owner: Affinity | None, function: Callable[P, object], /, *args: P.args, **kwargs: P.kwargs
 ) -> object:
-    """Call a function on the event loop of an owner, from a task of any asyncio event loop.
+    """Call a function on the event loop of an owner, from a task on any asyncio event loop, and wait for its result.
 
     The function runs in a copy of the caller's context. A plain function is called between the tasks of the owner's
     loop; a coroutine function is awaited in a new task there. If there is no owner, or the caller is the owner, the
-    function is called at once.
+    function is called directly.
 
-    A cancellation of the caller is forwarded once, by cancelling the task on the owner's loop. The caller still waits
-    until the function has ended, and then raises the cancellation, or the exception that the function raised instead.
+    If the caller is cancelled, the task on the owner's loop is cancelled once. The caller still waits until the
+    function has ended, and then raises the cancellation, or the exception that the function raised instead.
 
-    :param owner: owner whose loop calls the function; None: the running loop.
+    :param owner: owner on whose loop the function is called; None for the running loop.
     :param function: plain function or coroutine function.
     :param args: positional arguments of the function.
     :param kwargs: keyword arguments of the function.
     :returns: the result of the function.
     :raises AffinityError: the loop or thread of the owner has ended.
-    :raises RuntimeError: no asyncio event loop is running in this thread.
+    :raises RuntimeError: no asyncio event loop is running in this thread, and the caller is not the owner.
     :raises ForkedProcessError: the owner belongs to the process that this one was forked from.
     :raises BrokenResourceError: the owner's loop cancelled the function, as when the loop ends; or the function ended
-        that loop by SystemExit or KeyboardInterrupt.
+        that loop with SystemExit or KeyboardInterrupt.
     :raises Exception: whatever the function raised.
     """
     if owner is None or owner.owns():
@@ -434,9 +455,12 @@ async def run_on_owner(
 
 
 def _lost(owner: Affinity, call: CrossLoopCall[object]) -> BaseException | None:
-    """Return the error of a call that can no longer complete; None as long as it can.
+    """Return the exception for a call that can no longer complete on its owner's loop.
 
-    A loop that is closed drops its callbacks without a notification, so the caller polls.
+    A loop that is closed drops its callbacks without a notification, so the caller polls with this function.
+
+    :returns: `AffinityError` if the loop has ended; `CancelledError` if the call was withdrawn and the loop does not
+        run; None if the call can still complete.
     """
     if owner.orphaned or owner.loop is not call.loop:  # or another loop took over the objects of the owner
         return AffinityError(f"the owner {call.loop!r} has ended, and the call that was sent there is lost")

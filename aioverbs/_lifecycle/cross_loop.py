@@ -22,16 +22,20 @@ _POLL_S = 0.1
 
 
 class ResultSink(Protocol[T_contra]):
-    """Receiver of the result of a call."""
+    """Object that receives the result or the exception of a call."""
 
     def settle(self, result: T_contra | None, error: BaseException | None) -> None:
-        """Set the result or the error of the call. Call from any thread; only the first call has an effect."""
+        """Set the result or the exception of the call. Can be called from any thread; repeated calls have no effect.
+
+        :param result: result of the function, if `error` is None.
+        :param error: exception of the call; None if the function returned.
+        """
 
 
 class CrossLoopFuture(Generic[T]):
-    """Result of a call on another loop, for one task of the calling loop that waits for it.
+    """Result of a call on another loop, for one task on the calling loop that waits for it.
 
-    :param caller: running loop, whose task waits.
+    :param caller: running loop, on which the task waits.
     """
 
     __slots__ = ("_caller", "_error", "_forks", "_future", "_is_settled", "_result", "_timer")
@@ -46,14 +50,20 @@ class CrossLoopFuture(Generic[T]):
         self._error: BaseException | None = None
 
     def settle(self, result: T | None, error: BaseException | None) -> None:
-        """Set the result or the error of the call. Call from any thread; only the first call has an effect."""
+        """Set the result or the exception of the call. Can be called from any thread; repeated calls have no effect.
+
+        Do nothing if the caller's loop is closed.
+
+        :param result: result of the function, if `error` is None.
+        :param error: exception of the call; None if the function returned.
+        """
         try:  # noqa: SIM105  (contextlib.suppress costs as much as the rest of this method)
             self._caller.call_soon_threadsafe(self._set_result, result, error)
         except RuntimeError:
             pass  # the caller's loop is closed, so no task waits
 
     def _set_result(self, result: T | None, error: BaseException | None) -> None:
-        """Record the result or the error of the call, and wake the waiting task. Only the first call has an effect.
+        """Record the result or the exception of the call, and wake the waiting task. Repeated calls have no effect.
 
         Call on the caller's loop.
         """
@@ -66,14 +76,17 @@ class CrossLoopFuture(Generic[T]):
             self._future.set_result(None)
 
     def watch(self, poll: Callable[[], BaseException | None]) -> None:
-        """Call a function at regular intervals until the call has ended.
+        """Call a function every 0.1 s until the call has ended, to detect that the call can no longer complete.
 
-        :param poll: returns an error that ends the call, or None.
+        :param poll: function without arguments that returns an exception with which the call ends, or None.
         """
         self._timer = self._caller.call_later(_POLL_S, self._poll, poll)
 
     def _poll(self, poll: Callable[[], BaseException | None]) -> None:
-        """Call a polling function: end the call with the error that it returns, or poll again after the interval."""
+        """Call a polling function. If it returns an exception, end the call with that; else poll again after 0.1 s.
+
+        :param poll: function that was passed to `watch`.
+        """
         error = poll()
         if error is None:
             self.watch(poll)
@@ -82,16 +95,16 @@ class CrossLoopFuture(Generic[T]):
             self._caller.call_soon(self._set_result, None, error)
 
     async def wait(self, withdraw: Callable[[], None]) -> T:
-        """Wait for the end of the call.
+        """Wait for the end of the call and return its result.
 
-        If this is cancelled, the call is withdrawn once, and its end is waited for, whatever cancels this task
-        meanwhile. Then the cancellation is raised, or the exception that the call raised instead. In the child of a
-        fork the cancellation is raised at once: the call belongs to the parent, and ends there.
+        If the waiting task is cancelled, the call is withdrawn once, and the task still waits for its end, even if it
+        is cancelled again. Then the cancellation is raised, or the exception that the call raised instead. In a forked
+        child, the cancellation is raised at once: the call belongs to the parent and ends there.
 
         :param withdraw: function that cancels the call on the other loop.
         :returns: the result of the call.
         :raises asyncio.CancelledError: the waiting task was cancelled.
-        :raises BaseException: the error that was passed to `settle`, or that the function of `watch` returned.
+        :raises BaseException: the exception that was passed to `settle`, or that the function of `watch` returned.
         """
         try:
             await self._future
@@ -108,7 +121,7 @@ class CrossLoopFuture(Generic[T]):
         return self._result  # type: ignore[return-value]  # T may include None
 
     async def _wait_settled(self) -> None:
-        """Wait until the call has ended, whatever cancels the task; return at once in the child of a fork."""
+        """Wait until the call has ended, even if the task is cancelled meanwhile. In a forked child, return at once."""
         with anyio.CancelScope(shield=True):
             while not self._is_settled and self._forks == forks.count:
                 self._future = self._caller.create_future()
@@ -116,7 +129,12 @@ class CrossLoopFuture(Generic[T]):
                     await self._future
 
     def _raise(self) -> None:
-        """Raise the error of the call, and drop the reference to it. Call once, and only if there is one."""
+        """Raise the exception of the call and drop the reference to it.
+
+        Call only once, and only if there is an exception.
+
+        :raises BaseException: always: the exception of the call.
+        """
         error, self._error = self._error, None
         assert error is not None
         try:
@@ -126,7 +144,10 @@ class CrossLoopFuture(Generic[T]):
 
 
 def _raise(error: BaseException) -> None:
-    """Raise an error."""
+    """Raise an exception. For use as a callback on an event loop.
+
+    :raises BaseException: always: the given exception.
+    """
     raise error
 
 
@@ -137,7 +158,7 @@ class CrossLoopCall(Generic[T]):
 
     :param function: function to call.
     :param args: positional arguments of the function.
-    :param outcome: receiver of the result.
+    :param outcome: object that receives the result or the exception of the call.
     :param owner: owner of the loop, for error messages.
     """
 
@@ -155,7 +176,7 @@ class CrossLoopCall(Generic[T]):
         self._task: asyncio.Task[None] | None = None  # task on the loop of the call
 
     def send_to(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Schedule the call on a loop. Call from any thread.
+        """Schedule the call on a loop. Can be called from any thread.
 
         :raises RuntimeError: the loop is closed.
         """
@@ -163,20 +184,20 @@ class CrossLoopCall(Generic[T]):
         loop.call_soon_threadsafe(self.start)
 
     def withdraw(self) -> None:
-        """Cancel the call if it has started, else prevent its start. Call from any thread, after `send_to`."""
+        """Cancel the call if it has started, else prevent its start. Can be called from any thread, after `send_to`."""
         self.is_withdrawn = True
         with contextlib.suppress(RuntimeError):  # the loop is closed: the call cannot start
             self.loop.call_soon_threadsafe(self._cancel)
 
     def _cancel(self) -> None:
-        """Cancel the task of the call, if it has one. Call on the loop of the call."""
+        """Cancel the task of the call, if it has one. Must be called on the loop of the call."""
         if self._task is not None:
             self._task.cancel()
 
     def start(self) -> None:
-        """Start the call, or settle it if it was withdrawn. Call on the loop of the call.
+        """Start the call, or settle it as cancelled if it was withdrawn. Must be called on the loop of the call.
 
-        :raises SystemExit: the function raised it, which ends the loop; `KeyboardInterrupt` likewise.
+        :raises SystemExit: the function raised it, which ends the loop; the same applies to `KeyboardInterrupt`.
         """
         if self.is_withdrawn:
             self.settle(None, self.cancellation())
@@ -196,7 +217,10 @@ class CrossLoopCall(Generic[T]):
         self._task.add_done_callback(functools.partial(self._done, result))
 
     async def _run(self, awaitable: Awaitable[T]) -> None:
-        """Await the result of the function, in the task of the call, and settle the call."""
+        """Await the result of the function and settle the call with it. This is the task of the call.
+
+        :param awaitable: object that the function returned.
+        """
         try:
             result = await awaitable
         except asyncio.CancelledError:
@@ -210,7 +234,14 @@ class CrossLoopCall(Generic[T]):
             self.settle(result, None)
 
     def _done(self, awaitable: Awaitable[T], task: asyncio.Task[None]) -> None:
-        """Drop the task of the call, which has ended. Settle the call if the task was cancelled before its start."""
+        """Drop the reference to the task of the call, which has ended.
+
+        If the task was cancelled before its first step, close the coroutine of the function and settle the call as
+        cancelled.
+
+        :param awaitable: object that the function returned.
+        :param task: task of the call.
+        """
         self._task = None
         if task.cancelled():  # cancelled before its first step
             if inspect.iscoroutine(awaitable):
@@ -218,13 +249,17 @@ class CrossLoopCall(Generic[T]):
             self.settle(None, self.cancellation())
 
     def settle(self, result: T | None, error: BaseException | None) -> None:
-        """Pass the result or the error to the receiver. Only the first call has an effect."""
-        outcome, self.outcome = self.outcome, None  # no reference cycle by the error's traceback
+        """Pass the result or the exception of the call to the receiver. Repeated calls have no effect.
+
+        :param result: result of the function, if `error` is None.
+        :param error: exception of the call; None if the function returned.
+        """
+        outcome, self.outcome = self.outcome, None  # avoid a reference cycle through the error's traceback
         if outcome is not None:
             outcome.settle(result, error)
 
     def cancellation(self) -> BaseException:
-        """Return the error of a call that was cancelled on its loop.
+        """Return a new exception for a call that was cancelled on its loop.
 
         :returns: `asyncio.CancelledError` if the caller withdrew the call, else `BrokenResourceError`.
         """
@@ -233,7 +268,10 @@ class CrossLoopCall(Generic[T]):
         return BrokenResourceError(f"{self.owner!r} cancelled the call that was sent there")
 
     def leave(self, error: BaseException) -> None:
-        """Settle a call whose function ends the loop by SystemExit or KeyboardInterrupt."""
+        """Settle the call with `BrokenResourceError`, because its function ends the loop.
+
+        :param error: SystemExit or KeyboardInterrupt that the function raised.
+        """
         lost = BrokenResourceError(f"the call that was sent there ended {self.owner!r}: {error!r}")
         lost.__cause__ = error
         self.settle(None, lost)

@@ -1,4 +1,4 @@
-"""Forks: recognition of the parent's objects in a child, free locks there, and connections that are not shared."""
+"""Support of forks: recognizing objects of the parent, renewing locks, and not sharing connections with a child."""
 
 import os
 import socket
@@ -8,21 +8,21 @@ from typing import Protocol
 __all__ = ["HasFileno", "HasLock", "keep_from_children", "renew_lock_in_children"]
 
 count = 0
-"""Number of forks that led to this process. An object that recorded another count was made before the last fork."""
+"""Number of forks that led to this process. An object that recorded a different count was made before the last one."""
 
 
 class HasLock(Protocol):
-    """Object that has a lock and is used in children as well."""
+    """Object that has a lock and is also used in forked children."""
 
     def _renew_lock(self) -> None:
-        """Replace the lock with a new one: a thread that held the old one does not exist in the child."""
+        """Replace the lock with a new one in a forked child: a thread that held the old one does not exist there."""
 
 
 _with_locks: "weakref.WeakSet[HasLock]" = weakref.WeakSet()
 
 
 def renew_lock_in_children(with_lock: HasLock) -> None:
-    """Call the method ``_renew_lock`` of an object in each child that is forked from now on."""
+    """Register an object, so that its method ``_renew_lock`` is called in each child that is forked from now on."""
     _with_locks.add(with_lock)
 
 
@@ -30,7 +30,7 @@ class HasFileno(Protocol):
     """Object with a file descriptor, such as a socket."""
 
     def fileno(self) -> int:
-        """Return the number of the descriptor; -1 if closed."""
+        """Return the number of the file descriptor; -1 if the object is closed."""
 
 
 _not_for_children: "weakref.WeakSet[HasFileno]" = weakref.WeakSet()
@@ -38,12 +38,15 @@ _idle_peer: socket.socket | None = None  # other end of the idle socket that rep
 
 
 def keep_from_children(with_descriptor: HasFileno) -> None:
-    """Replace the descriptor of an object with an idle socket in each child that is forked from now on.
+    """Register an object, so that each child that is forked from now on replaces its descriptor with an idle socket.
 
     The kernel reports the end of a connection to the peer only after every process has closed its descriptor, so a
-    child that keeps the descriptor would hide the end of the parent. The child cannot just close the descriptor: its
-    copy of the event loop still uses the number, which the next open file would get. The copy of the loop cannot remove
-    the descriptor from the epoll set either, because parent and child share that set; the idle socket is not in it.
+    child that keeps the descriptor would hide the end of the parent from the peer. The child cannot just close the
+    descriptor: its copy of the event loop still uses the number, which the next file to be opened would get. The copy
+    of the loop cannot remove the descriptor from the epoll set either, because parent and child share that set; the
+    idle socket is not in it.
+
+    :param with_descriptor: object with a file descriptor, which is referenced only weakly.
     """
     _not_for_children.add(with_descriptor)
 
@@ -58,7 +61,10 @@ def _after_fork_in_child() -> None:
 
 
 def _replace_descriptors() -> None:
-    """Replace the descriptors of `keep_from_children` with idle sockets."""
+    """Replace the descriptors of all objects that `keep_from_children` has registered with idle sockets.
+
+    :raises OSError: no socket pair can be created.
+    """
     global _idle_peer
     numbers = [number for with_descriptor in _not_for_children if (number := with_descriptor.fileno()) >= 0]
     _not_for_children.clear()  # in this process these are idle sockets now, which its own children may have

@@ -49,7 +49,7 @@ _serials = itertools.count(1)
 
 
 def _renew_tree_lock() -> None:
-    """Replace the lock of the trees in a forked child."""
+    """Replace the lock of the resource trees with a new one in a forked child."""
     global _tree
     _tree = threading.RLock()  # a thread that held the old lock does not exist in the child
 
@@ -66,8 +66,8 @@ class ResourceState(enum.Enum):
     CLOSING = "closing"
     CLOSED = "closed"
     FAILED = "failed"
-    """Opening failed, and so did destroying the handles made until then. The resource can only be closed, which tries
-    again to destroy them."""
+    """Opening failed, and so did destroying the handles that had been created. The resource can only be closed, which
+    tries again to destroy them."""
 
 
 # Module-level names, because an attribute lookup in the enumeration costs as much as a lock.
@@ -78,14 +78,14 @@ class Destroyable(Protocol):
     """Handle, or another object that a resource releases when it is closed."""
 
     def destroy(self) -> None:
-        """Release the object. Called once, unless it raised."""
+        """Release the object. Called only once, or again if it raised."""
 
 
 class User(Protocol):
-    """Object of the user that a node of the tree belongs to."""
+    """Object of the user that a node of the resource tree belongs to."""
 
     def _drop_parents(self) -> None:
-        """Drop the references to the parents. Called when the resource is closed."""
+        """Drop the references to the parents. Called after the resource was closed."""
 
 
 @dataclass(frozen=True)
@@ -111,13 +111,16 @@ class ResourceInfo:
         return "\n".join(self._lines(""))
 
     def _text(self) -> str:
-        """Return one line that describes the resource, without the resources made from it."""
+        """Return one line of text about the resource: its kind, label, state, owner and creation site."""
         parts = [f"{self.kind} {self.label}".rstrip(), self.state.value]
         parts += [f"owner: {self.owner}"] if self.owner else []
         return ", ".join([*parts, f"opened at {self.created}"])
 
     def _lines(self, indent: str) -> Iterator[str]:
-        """Yield the lines that describe the resource and the resources made from it, indented by level."""
+        """Yield one line of text for the resource and for each resource made from it, indented by level.
+
+        :param indent: spaces before the first line.
+        """
         yield indent + self._text()
         for child in self.children:
             yield from child._lines(indent + "  ")
@@ -142,7 +145,10 @@ Site = tuple[CodeType, int]
 
 
 def format_site(site: Site | None) -> str:
-    """Return file and line of an instruction, as ``"file.py:12"``; ``"?"`` if unknown."""
+    """Return the file and line of an instruction, as ``"file.py:12"``; ``"?"`` if unknown.
+
+    :param site: code object and offset of the instruction; None if unknown.
+    """
     if site is None:
         return "?"
     code, instruction = site
@@ -153,8 +159,8 @@ def format_site(site: Site | None) -> str:
 class _Closing:
     """One attempt to close a resource: the state before, the loop and thread that close it, and their coroutine.
 
-    `Lifecycle._closing` refers to the current attempt; the tree's lock guards that reference. A closer may go on only
-    while its attempt is the current one: if its loop has ended, another loop aborts the attempt.
+    `Lifecycle._closing` refers to the current attempt; the tree's lock guards that reference. A closer may continue
+    only while its attempt is the current one: if its loop has ended, another loop aborts the attempt.
 
     :param before: state of the resource to restore if the attempt fails.
     """
@@ -168,11 +174,11 @@ class _Closing:
         task = asyncio.current_task(loop) if loop is not None else None
         self._task = weakref.ref(task) if task is not None else None  # weak, as the user's task must not be kept alive
         self.work: Coroutine[Any, Any, None] | None = None
-        self.background: asyncio.Task[None] | None = None  # task that goes on after the closer was cancelled
+        self.background: asyncio.Task[None] | None = None  # task that continues after the closer was cancelled
 
     @property
     def is_deserted(self) -> bool:
-        """True if the attempt cannot go on, because its loop was closed or the thread of the loop has ended."""
+        """True if the attempt cannot continue, because its loop was closed or the thread of the loop has ended."""
         return (
             self.closer is not None
             and self.closer.orphaned
@@ -181,11 +187,14 @@ class _Closing:
 
     @property
     def may_never_end(self) -> bool:
-        """True if the attempt may take forever: it runs in a background task or on another loop, which may stop."""
+        """True if the attempt may take forever, because it runs in a background task or on a loop that may stop."""
         return self.background is not None or (self.closer is not None and not self.closer.owns())
 
     def stop_work(self) -> None:
-        """Close the coroutine of a deserted attempt. It is not executing, because its loop does not run."""
+        """Close the coroutine of an attempt whose loop has ended.
+
+        The coroutine is not executing, because its loop is not running.
+        """
         if self.background is not None:
             _background_tasks.discard(self.background)
         if self.work is not None:
@@ -200,7 +209,7 @@ class _Closing:
 class Lifecycle:
     """Node of the resource tree: the handles, parents, children, owner and state of one resource. Made by `Resource`.
 
-    A parent keeps strong references to the nodes of its children. So a resource can still be closed after the user's
+    A parent keeps strong references to the nodes of its children, so a resource can still be closed after the user's
     object was garbage-collected.
 
     :param kind: class name of the resource.
@@ -258,11 +267,14 @@ class Lifecycle:
 
     @property
     def created(self) -> str:
-        """File and line of the user's code that made the resource, as ``"file.py:12"``."""
+        """File and line of the user's code that made the resource, as ``"file.py:12"``; ``"?"`` if unknown."""
         return format_site(self._site)
 
     def inherit_site(self, other: "Lifecycle") -> None:
-        """Report another resource's creation site as this one's."""
+        """Use the creation site of another resource as that of this one, in messages and in `created`.
+
+        :param other: node of the other resource.
+        """
         self._site = other._site
 
     @property
@@ -273,7 +285,9 @@ class Lifecycle:
     # ---- Opening
 
     def begin(self, parents: "tuple[Lifecycle, ...]", owner: Affinity | None) -> None:
-        """Begin to open: become a child of the parents, which from here on cannot be closed without this resource.
+        """Begin to open the resource: make it a child of its parents and set its state to OPENING.
+
+        From then on, closing a parent closes this resource as well. Nothing is changed on failure.
 
         :param parents: nodes of the parents.
         :param owner: owner of the resource; None if any loop may use it.
@@ -293,7 +307,7 @@ class Lifecycle:
             self.parents, self.owner, self.forks, self.state = parents, owner, forks.count, OPENING
 
     def _check_process(self) -> None:
-        """Check that the resource was not opened before a fork.
+        """Check that the resource was not opened before this process was forked.
 
         :raises ForkedProcessError: the resource was opened in the process that this one was forked from.
         """
@@ -301,17 +315,17 @@ class Lifecycle:
             raise ForkedProcessError(repr(self))
 
     def hold(self, handle: Destroyable) -> None:
-        """Add a handle to destroy on closing, before the handles added so far."""
+        """Add a handle that is destroyed when the resource is closed, before the handles that were added so far."""
         self._handles.append(handle)
 
     def hold_below(self, handle: Destroyable) -> None:
-        """Add a handle to destroy on closing, after the handles added so far."""
+        """Add a handle that is destroyed when the resource is closed, after the handles that were added so far."""
         self._handles.insert(0, handle)
 
     def attach(self, handle: Destroyable) -> None:
-        """Add an object that is not a part of the open resource, to destroy on closing unless it is detached before.
+        """Add an object to an open resource. Closing the resource destroys the object, unless it is detached before.
 
-        :param handle: object, which is destroyed before the handles added so far.
+        :param handle: object, which is destroyed before the handles that were added so far.
         :raises ClosedResourceError: the resource is not open.
         :raises ForkedProcessError: the resource was opened in the process that this one was forked from.
         """
@@ -324,19 +338,27 @@ class Lifecycle:
             self._handles.append(handle)
 
     def detach(self, handle: Destroyable) -> None:
-        """Remove an attached object, unless the resource is being closed."""
+        """Remove an attached object, so that closing the resource does not destroy it.
+
+        Do nothing if the resource is no longer open, or if the object is not attached.
+
+        :param handle: object that was passed to `attach`.
+        """
         with _tree:
             if self.state is OPEN and handle in self._handles:
                 self._handles.remove(handle)
 
     def opened(self) -> None:
-        """End the opening."""
+        """Finish the opening: set the state to OPEN and notify waiting tasks."""
         self._settle(OPEN)
 
     def undo(self) -> None:
-        """Destroy the handles after a failed opening, and restore the state before it. Parts were not used yet.
+        """Destroy the handles of the resource and of its parts after opening failed, and set the state back to NEW.
 
-        :raises VerbsError: a verb failed. The resource and its parts have the state FAILED, and can only be closed.
+        The parts have not been used yet, so there is no work in flight to wait for.
+
+        :raises VerbsError: a verb failed. The state of the resource and its parts is set to FAILED; they can only be
+            closed.
         """
         try:
             for part in reversed(tuple(self.children.values())):
@@ -351,9 +373,9 @@ class Lifecycle:
     # ---- Waiting for another task that opens or closes the resource
 
     def _settle(self, state: ResourceState) -> None:
-        """Set the state, and notify waiting tasks. If the resource is unopened or closed now, leave the tree.
+        """Set the state and notify waiting tasks. Can be called from any thread.
 
-        Call from any thread.
+        If the new state is NEW or CLOSED, remove the resource from the tree.
         """
         with _tree:
             self.state = state
@@ -366,46 +388,53 @@ class Lifecycle:
             condition.notify()
 
     def condition(self) -> CrossLoopCondition:
-        """Return the condition that is notified when opening or closing has ended."""
+        """Return the `CrossLoopCondition` that is notified when opening or closing the resource has ended."""
         with _tree:  # a later change of the state finds the condition
             if self._condition is None:
                 self._condition = CrossLoopCondition()
             return self._condition
 
     async def wait_settled(self) -> None:
-        """Wait until no task opens or closes the resource. An attempt whose loop has ended is aborted.
+        """Wait until no task is opening or closing the resource. An attempt to close whose loop has ended is aborted.
 
-        :raises RuntimeError: a task opens or closes it now, and no asyncio event loop is running here.
+        :raises RuntimeError: a task is opening or closing the resource, and no asyncio event loop is running here.
         """
         await self.condition().wait_while(self._is_changing, poll_s=_POLL_S)
 
     def _is_changing(self) -> bool:
-        """Abort a deserted attempt to close, and return whether a task opens or closes the resource."""
+        """Return whether a task is opening or closing the resource.
+
+        First abort an attempt to close whose loop has ended.
+        """
         self._abort_deserted_closing()
         return self.state is OPENING or self.state is CLOSING
 
     # ---- Closing
 
     def check_owner(self, verb: str) -> None:
-        """Check that the caller is the owner. After the end of the owner's loop or thread, any caller is accepted.
+        """Check that the caller is the owner of the resource, if there is one.
+
+        After the end of the owner's loop or thread, any caller is accepted.
 
         :param verb: name of the verb or method, for the error.
         :raises AffinityError: the owner is another loop or thread.
-        :raises ConcurrentAccessError: a verb is in flight.
+        :raises ConcurrentAccessError: another verb is in flight on an object of the same owner.
         :raises ForkedProcessError: the owner belongs to the process that this one was forked from.
         """
         if self.owner is not None and not self.owner.orphaned:
             self.owner.check(self, verb)
 
     def _check_can_close(self) -> None:
-        """Check that the caller may close the resource, and become the owner of parts whose owners have ended.
+        """Check that the caller may close the resource, and make it the owner of parts whose owners have ended.
 
         :raises AffinityError: another event loop owns the resource.
-        :raises ConcurrentAccessError: a verb is in flight.
-        :raises BusyResourceError: another, living event loop owns a part of the subtree.
+        :raises ConcurrentAccessError: a verb is in flight on an object of the same owner.
+        :raises BusyResourceError: a part of the subtree belongs to another event loop that has not ended.
+        :raises RuntimeError: the owner of a part has ended, and no asyncio event loop is running here to take the part
+            over.
         """
         # Call under the tree's lock. Only the owner may close the resource, because the owner's thread may be in one of
-        # its verbs. After the end of that thread none is in a verb, and the closing loop becomes the owner.
+        # its verbs. After that thread has ended, no thread is in a verb, and the closing loop becomes the owner.
         if self.owner is not None and not self.owner.orphaned:
             self.owner.check(self, "aclose")
             if not self.children:
@@ -421,17 +450,20 @@ class Lifecycle:
                 owner.take_over()
 
     def _foreign_parts(self) -> "list[tuple[Lifecycle, Affinity]]":
-        """Return the nodes of the subtree that other loops own, with their owners. Call under the tree's lock."""
+        """Return a list of the nodes in the subtree that belong to other loops, each with its owner.
+
+        Call with the tree's lock.
+        """
         owned = ((lifecycle, lifecycle.owner) for lifecycle in self.subtree())
         return [(lifecycle, owner) for lifecycle, owner in owned if owner is not None and not owner.owns()]
 
     def has_foreign_parts(self) -> bool:
-        """Return whether the subtree has a node that another, living owner has to close first."""
+        """Return whether a node in the subtree belongs to another owner that has not ended and must close it first."""
         with _tree:
             return any(not owner.orphaned for _, owner in self._foreign_parts())
 
     def subtree(self) -> "list[Lifecycle]":
-        """Return the node and its descendants, parents before children."""
+        """Return a list of the node and all its descendants, parents before children."""
         lives = [self]
         for lifecycle in lives:
             if lifecycle.children:
@@ -439,20 +471,24 @@ class Lifecycle:
         return lives
 
     async def close(self) -> None:
-        """Close the resource: first its children, newest first and each with a warning, then its work, then itself.
+        """Close the resource: close its children, newest first, wait for its work in flight, and destroy its handles.
 
-        A cancellation interrupts only the wait for work in flight; closing goes on. A warning that is turned into an
-        exception does not interrupt it either. If the wait was for work with memory, or for another loop that closes a
-        child, a background task waits in its place and closes the rest after that. If a verb fails, the resource stays
-        open, and can be closed again. If another task opens or closes the resource, wait for that task; if its loop has
-        ended, take over. A resource that was opened before a fork is not closed in the child.
+        A warning is issued for each child that the user left open. If this is cancelled, only the wait for work in
+        flight is interrupted; closing continues. A warning that is turned into an error does not interrupt closing
+        either. If the wait was for work requests that use memory of the resource, or for another loop that closes a
+        child, a background task continues the wait and then closes the rest. If a verb fails, the resource stays open
+        and can be closed again. If another task is opening or closing the resource, wait for that task; if the loop of
+        that task has ended, take over. In a forked child, a resource that was opened before the fork is not closed.
 
-        :raises BusyResourceError: another owner's resource is made from this one. Nothing was changed. Or receives are
-            posted in memory that is to be closed.
-        :raises AffinityError: another event loop owns the resource. Nothing was changed.
-        :raises ConcurrentAccessError: another thread is in a verb on the same domain. The resource is still open.
-        :raises VerbsError: a verb failed. The resource is still open.
-        :raises RuntimeError: another task opens or closes the resource, and no asyncio event loop is running here.
+        :raises BusyResourceError: a resource that another event loop owns was made from this one; in this case nothing
+            is changed. Or receives are posted in memory that is to be deregistered.
+        :raises AffinityError: another event loop owns the resource. In this case nothing is changed.
+        :raises ConcurrentAccessError: another thread is in a verb on the same domain. The resource stays open.
+        :raises VerbsError: a verb failed. The resource stays open.
+        :raises asyncio.CancelledError: this was cancelled. The resource is closed, or a background task closes it.
+        :raises ResourceWarning: if warnings are turned into errors and a warning was issued. The resource is closed.
+        :raises RuntimeError: another task is opening or closing the resource, and no asyncio event loop is running
+            here.
         """
         interruptions: list[BaseException] = []
         try:
@@ -469,12 +505,15 @@ class Lifecycle:
             raise min(interruptions, key=lambda each: isinstance(each, Warning))  # a cancellation first
 
     def close_later(self) -> None:
-        """Begin to close the resource, and let a background task of the running loop do the rest.
+        """Begin to close the resource, and let a background task on the running loop do the rest.
 
-        Do nothing if the resource is not open, or another task opens or closes it.
+        Do nothing if the resource is not open, or if another task is opening or closing it.
 
-        :raises BusyResourceError: another owner's resource is made from this one. Nothing was changed.
-        :raises AffinityError: another event loop owns the resource. Nothing was changed.
+        :raises BusyResourceError: a resource that another event loop owns was made from this one. In this case nothing
+            is changed.
+        :raises AffinityError: another event loop owns the resource. In this case nothing is changed.
+        :raises ResourceWarning: if warnings are turned into errors and ``stop`` issued one. The resource is closed all
+            the same.
         :raises RuntimeError: no asyncio event loop is running.
         """
         closing = self._begin_closing()
@@ -487,11 +526,12 @@ class Lifecycle:
             self._finish_in_background(closing)
 
     async def _close(self, interruptions: list[BaseException], in_task: bool = False) -> bool:
-        """Close the resource, or return False if another task is opening or closing it.
+        """Close the resource, unless another task is opening or closing it.
 
         :param interruptions: list to which cancellations and warnings are appended, to be raised at the end.
-        :param in_task: True in a background task: after a cancellation the resource stays open.
-        :returns: True if the resource is closed now, was closed before, was never open, or is inherited by a fork.
+        :param in_task: True in a background task: if that is cancelled, the resource stays open.
+        :returns: False if another task is opening or closing the resource; True if the resource is now closed, was
+            closed before or was never opened, or if it was opened before this process was forked.
         :raises BusyResourceError: see `close`; all other exceptions of `close` are raised as well.
         """
         closing = self._begin_closing()
@@ -515,11 +555,12 @@ class Lifecycle:
         return True
 
     async def _finish(self, interruptions: list[BaseException], in_task: bool) -> None:
-        """Close the children, wait for work in flight, and destroy the handles.
+        """Close the children, wait for work in flight and destroy the handles. Raises the same exceptions as `close`.
 
         :param interruptions: list to which cancellations and warnings are appended, to be raised at the end.
         :param in_task: True in a background task.
-        :raises asyncio.CancelledError: memory of the resource or of a child is in use, so the work is not done.
+        :raises asyncio.CancelledError: this was cancelled while memory of the resource or of a child is in use, or
+            while another loop closes a child. Closing is not complete.
         :raises VerbsError: a verb failed; the handles that were not destroyed are still held.
         """
         # A cancellation leaves this method only while memory of the resource or of a child is in use.
@@ -537,7 +578,10 @@ class Lifecycle:
         self._destroy_handles()
 
     def _abort_closing(self, closing: _Closing) -> None:
-        """Restore the state before an attempt to close. Do nothing if the attempt is not the current one any more."""
+        """Abort an attempt to close and restore the state before it.
+
+        Do nothing if the attempt is no longer the current one.
+        """
         with _tree:
             if self._closing is not closing:
                 return
@@ -545,7 +589,10 @@ class Lifecycle:
         self._reopen(closing)
 
     def _abort_deserted_closing(self) -> None:
-        """Abort the current attempt if its loop has ended. If several threads call this, one of them does."""
+        """Abort the current attempt to close if its loop has ended.
+
+        If several threads call this, only one of them does so.
+        """
         with _tree:
             closing = self._closing
             if closing is None or not closing.is_deserted:
@@ -557,13 +604,13 @@ class Lifecycle:
         self._reopen(closing)
 
     def _reopen(self, closing: _Closing) -> None:
-        """Resume the work of the resource after a failed attempt to close, and restore the state before it."""
+        """Resume the work of the resource after a failed attempt to close, and restore the state before the attempt."""
         if self.resume is not None:
             self.resume()
         self._settle(closing.before)
 
     def _closed(self) -> None:
-        """Set the state CLOSED at the end of a successful attempt, and drop the references to the parents."""
+        """Set the state to CLOSED at the end of a successful attempt, and drop the references to the parents."""
         self._closing = None
         self._settle(CLOSED)
         user = self.user()
@@ -571,14 +618,25 @@ class Lifecycle:
             user._drop_parents()
 
     def _finish_in_background(self, closing: _Closing) -> None:
-        """Go on in a background task. If that is cancelled, as at the end of the loop, the resource stays open."""
+        """Continue an attempt to close in a background task on the running loop.
+
+        If that task is cancelled, for example at the end of the loop, the resource stays open.
+
+        :param closing: attempt to continue.
+        :raises RuntimeError: no asyncio event loop is running.
+        """
         closing.work = self._finish_in_task(closing)
         closing.background = task = asyncio.get_running_loop().create_task(closing.work)
         _background_tasks.add(task)
         task.add_done_callback(functools.partial(_on_background_end, self, closing))
 
     async def _finish_in_task(self, closing: _Closing) -> None:
-        """Do the rest of an attempt to close, as the coroutine of a background task."""
+        """Do the rest of an attempt to close. This is the coroutine of a background task.
+
+        If this fails or is cancelled, the attempt is aborted, so that the resource can be closed again.
+
+        :raises BaseException: whatever `_finish` raised.
+        """
         try:
             await self._finish([], True)
         except BaseException:
@@ -587,9 +645,9 @@ class Lifecycle:
         self._closed()
 
     def _begin_closing(self) -> _Closing | None:
-        """Begin an attempt to close: set the state CLOSING.
+        """Begin an attempt to close the resource, and set the state to CLOSING.
 
-        :returns: the attempt; None if the resource is not open, or another task opens or closes it.
+        :returns: the attempt; None if the resource is not open, or if another task is opening or closing it.
         :raises BusyResourceError: see `_check_can_close`, whose other exceptions are raised as well.
         """
         self._abort_deserted_closing()
@@ -603,7 +661,10 @@ class Lifecycle:
             return closing
 
     async def _close_children(self, interruptions: list[BaseException], in_task: bool) -> None:
-        """Close the children, newest first, and warn of each that was left open. Raises as `_finish`."""
+        """Close the children, newest first, and warn of each one that the user left open.
+
+        Raises the same exceptions as `_finish`.
+        """
         children = list(self.children.values())
         children.reverse()
         children.sort(key=_is_closed_last)
@@ -620,9 +681,14 @@ class Lifecycle:
                         interruptions.append(raised)
 
     async def _close_as_part(self, interruptions: list[BaseException], in_task: bool) -> bool:
-        """Do the same as `_close`. Retry if another thread is in a verb on the domain, which any thread may use.
+        """Close the resource as `_close` does, but try again while another thread is in a verb on the domain.
 
-        Only parts of other resources are retried, because a failure would leave their resource closed by half.
+        Only parts of other resources are tried again, up to 1000 times: a failure would leave the resource that they
+        belong to partly closed.
+
+        :returns: the same as `_close`.
+        :raises ConcurrentAccessError: another thread is still in a verb. All other exceptions of `close` are raised as
+            well.
         """
         for _ in range(_CLOSE_ATTEMPTS if self.suppress_warning else 0):
             with contextlib.suppress(ConcurrentAccessError):
@@ -638,8 +704,10 @@ class Lifecycle:
     async def _wait_for_child(self, child: "Lifecycle", interruptions: list[BaseException]) -> None:
         """Wait until another task has opened or closed a child.
 
-        :raises asyncio.CancelledError: this was cancelled, and the child must drain or may take forever to close.
-            Another cancellation is appended to ``interruptions`` and does not end the wait.
+        :param child: node of the child.
+        :param interruptions: list to which a cancellation is appended that does not end the wait.
+        :raises asyncio.CancelledError: this was cancelled, and the child must wait for work with its memory, or may
+            take forever to close.
         """
         try:
             await child.wait_settled()
@@ -651,25 +719,25 @@ class Lifecycle:
             await child._wait_settled_uncancelled(interruptions)
 
     async def _wait_settled_uncancelled(self, interruptions: list[BaseException]) -> None:
-        """Do the same as `wait_settled` to the end; a cancellation meanwhile is appended to ``interruptions``."""
+        """Wait as `wait_settled` does, without being interrupted: a cancellation is appended to ``interruptions``."""
         try:
             await wait_uncancelled(self.wait_settled())
         except asyncio.CancelledError as raised:
             interruptions.append(raised)
 
     def _destroy_handles(self) -> None:
-        """Destroy the handles, the last one held first.
+        """Destroy the handles of the resource, in the order that `hold` and `hold_below` describe.
 
-        :raises VerbsError: a verb failed; that handle and the ones below it are still held.
+        :raises VerbsError: a verb failed; the handle concerned and those after it are still held.
         """
         while self._handles:
             self._handles[-1].destroy()
             self._handles.pop()
 
     def on_user_collected(self) -> None:
-        """Warn that the user's object was garbage-collected while open, and schedule the closing.
+        """Warn that the user's object was garbage-collected while open, and schedule the closing of the resource.
 
-        Called by a finalizer, so this calls no verb and takes no lock.
+        A finalizer calls this, so it calls no verb and takes no lock.
         """
         if self.state not in (OPEN, FAILED) or self.suppress_warning or self.inherited:
             return
@@ -688,14 +756,21 @@ class Lifecycle:
     # ---- Inspection
 
     def find(self, handle: object) -> User | None:
-        """Return the user's object of the node in this subtree that holds a handle; None if not found or collected."""
+        """Return the user's object of the resource in this subtree that holds a handle.
+
+        :param handle: handle to find.
+        :returns: the object; None if no resource holds the handle, or if the object was garbage-collected.
+        """
         for lifecycle in self.subtree():
             if any(held is handle for held in lifecycle._handles):
                 return lifecycle.user()
         return None
 
     def info(self) -> ResourceInfo:
-        """Return a snapshot of the subtree. A resource with several parents is listed under the first of them."""
+        """Return a snapshot of the resource and of all resources made from it.
+
+        A resource with several parents is listed under the first of them.
+        """
         children = tuple(child.info() for child in tuple(self.children.values()) if child.parents[:1] == (self,))
         owner = repr(self.owner) if self.owner is not None else None
         return ResourceInfo(self.kind, self.label, owner, self.state, self.created, children)
@@ -704,7 +779,9 @@ class Lifecycle:
 def _warn_open(lifecycle: Lifecycle, reason: str) -> None:
     """Issue a ResourceWarning that a resource was left open.
 
-    :raises ResourceWarning: warnings are turned into exceptions.
+    :param lifecycle: node of the resource.
+    :param reason: text on why the resource is noticed now.
+    :raises ResourceWarning: if warnings are turned into errors.
     """
     warnings.warn(f"{lifecycle!r} was still open: {reason}", ResourceWarning, stacklevel=2, source=lifecycle)
 
@@ -714,14 +791,22 @@ _background_tasks: set[asyncio.Task[None]] = set()  # strong references: loops k
 
 
 def reap() -> None:
-    """Close, in tasks of the running loop, the devices whose objects were garbage-collected while open."""
+    """Start tasks on the running loop that close the devices whose objects were garbage-collected while open.
+
+    :raises RuntimeError: there is such a device, and no asyncio event loop is running.
+    """
     with contextlib.suppress(IndexError):  # another thread took the last one
         for _ in range(len(_forgotten)):  # a fixed count, as devices that cannot be closed yet are appended again
             _close_forgotten(_forgotten.popleft())
 
 
 def _close_forgotten(lifecycle: Lifecycle) -> None:
-    """Close a garbage-collected resource in a task of the running loop, or queue a device that cannot be closed yet."""
+    """Start a task on the running loop that closes a garbage-collected resource.
+
+    If the resource is a device that cannot be closed yet, queue it for `reap` instead.
+
+    :raises RuntimeError: no asyncio event loop is running.
+    """
     if not lifecycle.parents and lifecycle.has_foreign_parts():
         # The owner of the part calls `reap` after it has closed the part. It may have done both before the device was
         # in the queue, so check again after appending it.
@@ -738,9 +823,11 @@ def _close_forgotten(lifecycle: Lifecycle) -> None:
 
 
 def _on_forgotten_closed(lifecycle: Lifecycle, task: asyncio.Task[None]) -> None:
-    """Handle the end of a task of `_close_forgotten`. A device that is still open is queued again.
+    """Handle the end of a task that `_close_forgotten` started. A device that is still open is queued for `reap` again.
 
-    Other errors than `BusyResourceError` are raised, and the loop logs them.
+    :param lifecycle: node of the resource.
+    :param task: task that has ended.
+    :raises Exception: whatever the task raised, except `BusyResourceError`; the loop logs it.
     """
     _background_tasks.discard(task)
     if lifecycle.state is CLOSED:
@@ -752,7 +839,13 @@ def _on_forgotten_closed(lifecycle: Lifecycle, task: asyncio.Task[None]) -> None
 
 
 def _on_background_end(lifecycle: Lifecycle, closing: _Closing, task: asyncio.Task[None]) -> None:
-    """Handle the end of a background task that closed a resource; its error is raised, and the loop logs it."""
+    """Handle the end of a background task that was closing a resource.
+
+    :param lifecycle: node of the resource.
+    :param closing: attempt that the task continued.
+    :param task: task that has ended.
+    :raises BaseException: whatever the task raised; the loop logs it.
+    """
     _background_tasks.discard(task)
     lifecycle._abort_closing(closing)  # if the task was cancelled before its first step
     if not task.cancelled() and (error := task.exception()) is not None:

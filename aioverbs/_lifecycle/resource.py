@@ -32,9 +32,10 @@ class ResourceStatistics:
 
 
 def creation_site() -> Site | None:
-    """Return the code and instruction of the innermost frame outside of the library; `format_site` formats them.
+    """Return the place in the user's code that called the library. `format_site` formats the place as text.
 
-    :returns: the code and instruction; None if all frames are in the library.
+    :returns: the code object of the innermost frame outside of the library, and the offset of the instruction there;
+        None if all frames are in the library.
     """
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__", "").startswith(("aioverbs.", "contextlib")):
@@ -43,7 +44,7 @@ def creation_site() -> Site | None:
 
 
 class Resource(anyio.abc.AsyncResource):
-    """Base of everything that is opened and closed: devices, domains, queues, regions.
+    """Base class of everything that is opened and closed: devices, domains, queues, regions.
 
     ``async with`` opens the resource and closes it at the end of the block; outside of a block, `open` and `aclose` do
     the same. A resource references its parents, so that they are not garbage-collected before it. Closing a parent
@@ -68,18 +69,22 @@ class Resource(anyio.abc.AsyncResource):
     # ---- Hooks for subclasses
 
     def _owner(self) -> Affinity | None:
-        """Return the owner of the resource; None if any loop may use it. Called when the resource is opened."""
+        """Return the owner for the resource that is being opened; None if any loop may use it.
+
+        Subclasses override this.
+        """
         return None
 
     def _open(self) -> None:
-        """Create the handles and pass each to ``self._lifecycle.hold`` at once.
+        """Create the handles, and pass each one to ``self._lifecycle.hold`` as soon as it exists.
 
-        If this raises, such as `VerbsError`, the caller destroys the handles that are held.
+        Subclasses implement this. If it raises, for example `VerbsError`, the caller destroys the handles that have
+        been passed.
         """
         raise NotImplementedError
 
     def _drop_parents(self) -> None:
-        """Drop the references to the parents. Called when the resource is closed."""
+        """Drop the references to the parents. Called after the resource was closed."""
         self._parents = ()  # a resource and its parts may reference each other: break the cycle
 
     # ---- Opening, closing and state
@@ -93,7 +98,7 @@ class Resource(anyio.abc.AsyncResource):
     def closed(self) -> bool:
         """True if the resource was closed, or was opened in the process that this one was forked from.
 
-        False before it is opened.
+        False before the resource is opened.
         """
         lifecycle = self._lifecycle
         if lifecycle.state is OPEN and lifecycle.forks == forks.count:  # the most frequent case: avoid a further call
@@ -106,7 +111,7 @@ class Resource(anyio.abc.AsyncResource):
         return self._lifecycle.owner
 
     def statistics(self) -> ResourceStatistics:
-        """Return the current counts of the resource."""
+        """Return the current counts of the resource, such as the number of open resources that were made from it."""
         return ResourceStatistics(len(self._lifecycle.children))
 
     def _check_open(self) -> None:
@@ -124,9 +129,10 @@ class Resource(anyio.abc.AsyncResource):
         raise ClosedResourceError(f"{self!r} is not open{advice}")
 
     async def open(self) -> Self:
-        """Open the resource, as ``async with`` does. The caller closes it by `aclose`.
+        """Open the resource, as ``async with`` does. The caller must close it with `aclose`.
 
-        If this fails or is cancelled, the resource stays unopened, unless its state is FAILED.
+        If this fails or is cancelled, the resource stays unopened. If the handles created by then cannot be destroyed,
+        its state is FAILED.
 
         :returns: the resource itself.
         :raises ClosedResourceError: the resource was opened before, or a resource that it is made from is closed.
@@ -143,7 +149,7 @@ class Resource(anyio.abc.AsyncResource):
         return self
 
     def _open_now(self) -> None:
-        """Open the resource without an await. Raises as `open`."""
+        """Open the resource without an await. Raises the same exceptions as `open`."""
         # There is no await in here, so a cancellation finds the resource either unopened or open.
         lifecycle = self._lifecycle
         lifecycle.begin(tuple([parent._lifecycle for parent in self._parents]), self._owner())
@@ -158,19 +164,23 @@ class Resource(anyio.abc.AsyncResource):
         lifecycle.opened()
 
     async def aclose(self) -> None:
-        """Close the resource, after all open resources that were made from it, each with a `ResourceWarning`.
+        """Close the resource, after closing all open resources that were made from it.
 
-        Closing a closed resource does nothing. If another task is closing the resource, wait until that has ended.
-        After a cancellation the resource is closed all the same; memory is deregistered as soon as no work request uses
-        it. If a verb fails as well, the cancellation is raised, with the error as its context and in a note.
+        A `ResourceWarning` is issued for each of those that the user left open. Closing a closed resource does nothing.
+        If another task is opening or closing the resource, wait until that task has finished. If this is cancelled, the
+        resource is closed all the same; memory is deregistered as soon as no work request uses it. If a verb fails as
+        well, the cancellation is raised, with the error as its context and in a note.
 
-        In the child of a fork nothing is done, as the parent process still uses the resource.
+        In a forked child, nothing is done, because the parent process still uses the resource.
 
-        :raises BusyResourceError: a resource that another event loop owns was made from this one. Nothing was done. Or
-            receives are posted in memory that would be deregistered. The resource is still open.
-        :raises AffinityError: another event loop owns the resource. Nothing was done.
-        :raises ConcurrentAccessError: another thread is in a verb on the same domain. The resource is still open.
-        :raises VerbsError: a verb failed. The resource is still open, and can be closed again.
+        :raises BusyResourceError: a resource that another event loop owns was made from this one; in this case nothing
+            is done. Or receives are posted in memory that would be deregistered; in this case the resource stays open.
+        :raises AffinityError: another event loop owns the resource. In this case nothing is done.
+        :raises ConcurrentAccessError: another thread is in a verb on the same domain. The resource stays open.
+        :raises VerbsError: a verb failed. The resource stays open and can be closed again.
+        :raises ResourceWarning: if warnings are turned into errors and a warning was issued. The resource is closed.
+        :raises RuntimeError: another task is opening or closing the resource, and no asyncio event loop is running
+            here.
         """
         await self._lifecycle.close()
 
@@ -199,12 +209,15 @@ R = TypeVar("R", bound=Resource)
 
 
 def lifecycle_of(resource: Resource) -> Lifecycle:
-    """Return the node of a resource in the resource tree, for other packages of the library."""
+    """Return the node of a resource in the resource tree. For use by other packages in the library."""
     return resource._lifecycle
 
 
 def open_now(resource: Resource) -> None:
-    """Open a resource of the user without an await, so that no other task runs meanwhile. Raises as `Resource.open`."""
+    """Open a resource of the user without an await, so that no other task runs meanwhile.
+
+    Raises the same exceptions as `Resource.open`.
+    """
     resource._open_now()
 
 
@@ -218,20 +231,20 @@ def check_open(resource: Resource) -> None:
 
 
 def suppress_warning(resource: Resource, suppress: bool = True) -> None:
-    """Issue no warning if a resource is left open, because the library opened it and not its user.
+    """Turn off the warning about a resource that is left open, because the library and not the user opened it.
 
     :param resource: resource, open or not.
-    :param suppress: False to issue the warning again.
+    :param suppress: False to turn the warning on again.
     """
     resource._lifecycle.suppress_warning = suppress
 
 
 async def open_part(part: R, *, keeps_parents: bool = True) -> R:
-    """Open a resource that the library makes for itself: no warning is issued if it is left open.
+    """Open a resource that the library makes for itself. No warning is issued if it is left open.
 
     :param part: unopened resource that is a part of another one.
-    :param keeps_parents: True if the part keeps a reference to the objects of its parents. With False only the tree
-        connects them; then the parent object can be garbage-collected, with a warning, although it has the part.
+    :param keeps_parents: True if the part is to keep references to its parents. If False, only the resource tree
+        connects them, and the object of a parent can be garbage-collected, with a warning, while the part is open.
     :returns: the part.
     :raises VerbsError: a verb failed. Other exceptions of `Resource.open` are raised as well.
     """
@@ -243,7 +256,13 @@ async def open_part(part: R, *, keeps_parents: bool = True) -> R:
 
 
 def open_part_now(part: R, *, keeps_parents: bool = True) -> R:
-    """Do the same as `open_part` without an await, so that no other task runs meanwhile. Return the part."""
+    """Open a part as `open_part` does, but without an await, so that no other task runs meanwhile.
+
+    :param part: unopened resource that is a part of another one.
+    :param keeps_parents: True if the part is to keep references to its parents, as for `open_part`.
+    :returns: the part.
+    :raises VerbsError: a verb failed. Other exceptions of `Resource.open` are raised as well.
+    """
     suppress_warning(part)
     part._open_now()
     if not keeps_parents:
@@ -261,7 +280,7 @@ class HandleResource(Resource, Generic[H]):
 
     @property
     def handle(self) -> H:
-        """Handle of the compiled core, which wraps the verbs object.
+        """Handle in the compiled core that wraps the verbs object of this resource.
 
         :raises ClosedResourceError: the resource is not open.
         :raises ForkedProcessError: the resource was opened in the process that this one was forked from.

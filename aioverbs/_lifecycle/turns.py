@@ -12,12 +12,13 @@ OPENING = 8
 
 
 async def yield_to_loop(turn: int) -> None:
-    """Let other tasks run, when `spend` says that the turn of this task is over.
+    """Let other tasks run once. Call this if `spend` returned a number: the turn of this task is over.
 
-    If this is cancelled, the caller has to release what was acquired before. Outside of an asyncio event loop nothing
-    is done, because other libraries schedule by rules of their own.
+    If this is cancelled, the caller must release what it acquired before. Outside of an asyncio event loop, nothing is
+    done, because other libraries schedule tasks by rules of their own.
 
     :param turn: number that `spend` returned.
+    :raises asyncio.CancelledError: the task was cancelled.
     """
     if asyncio._get_running_loop() is None:
         return

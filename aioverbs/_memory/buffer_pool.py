@@ -70,9 +70,9 @@ class _FreeList:
     """Free and leased buffers of a pool, apart from the user's object, which may be garbage-collected before them.
 
     Any thread may call the methods, and so may a finalizer that interrupts any of them. Therefore no method waits for a
-    lock: shared state is changed by single operations of deques, dictionaries and sets, which are atomic with the GIL
-    and without it. Only `serve_waiters` needs mutual exclusion; it tries the lock, and if another thread holds the
-    lock, leaves the work to that thread.
+    lock: shared state is changed by single operations on deques, dictionaries and sets, which are atomic with the GIL
+    and without it. Only `serve_waiters` needs mutual exclusion; it tries the lock and, if another thread holds it,
+    leaves the work to that thread.
     """
 
     def __init__(self, lifecycle: Lifecycle) -> None:
@@ -86,7 +86,12 @@ class _FreeList:
         self.leased_counts = {0}  # all values of len(leased) so far: a maximum cannot be updated atomically
 
     def lease(self, pool: "BufferPool", site: Site | None) -> "LeasedBuffer | None":
-        """Lease a free buffer. Return None if there is none, or if tasks wait for one."""
+        """Lease a free buffer without waiting.
+
+        :param pool: pool of the buffer.
+        :param site: place in the user's code that leases the buffer; None if unknown.
+        :returns: the buffer; None if no buffer is free, or if tasks are waiting for one.
+        """
         if self.waiting:
             return None
         try:
@@ -96,7 +101,7 @@ class _FreeList:
         return self._lease_block(block, pool, site)
 
     def _lease_block(self, block: RegionSlice, pool: "BufferPool", site: Site | None) -> "LeasedBuffer":
-        """Return a new lease of a block that the caller took from the free list."""
+        """Return a new lease of a block that the caller took from the free list, as a `LeasedBuffer`."""
         number = next(self._numbers)
         pins = WaitableInFlightCount(block.region.pins, functools.partial(self.return_if_idle, number))
         self.leased[number] = _Lease(block, pins, site)
@@ -104,12 +109,14 @@ class _FreeList:
         return LeasedBuffer(block, pins, pool, self, number)
 
     def return_if_idle(self, number: int) -> None:
-        """Return a buffer to the free list if it was released and no work request that uses it is in flight.
+        """Return a buffer to the free list if it has been released and no work request in flight uses it.
 
         Two callers can run at the same time. A release first closes the count of requests in flight, so that no further
         request can begin. The last request to complete first decrements the count. Each of the two calls this method
-        afterwards, so at least the later one finds both conditions true. If both callers do, the atomic `pop` lets only
-        one of them return the buffer.
+        afterwards, so at least the later one finds both conditions true. If both find them true, the atomic `pop` lets
+        only one of them return the buffer.
+
+        :param number: number of the lease.
         """
         lease = self.leased.get(number)
         if lease is None or not lease.pins.closed or len(lease.pins):
@@ -120,11 +127,11 @@ class _FreeList:
                 self.serve_waiters()
 
     def serve_waiters(self) -> None:
-        """Hand free buffers to waiting tasks, first come, first served.
+        """Hand free buffers to waiting tasks, first come, first served. Return when no buffer is free or no task waits.
 
         Call after every change that could make a buffer or a waiter available. A thread that fails to get the lock made
-        its change before that; the thread that holds the lock tests for more work after releasing it. So no change is
-        overlooked.
+        its change before it tried; the thread that holds the lock looks for more work after releasing it. So no change
+        is overlooked.
         """
         while self.free and self.waiting and self._serving.acquire(blocking=False):
             try:
@@ -133,7 +140,10 @@ class _FreeList:
                 self._serving.release()
 
     def _serve_one_waiter(self) -> None:
-        """Hand one free buffer to the task that has waited longest, if there still are both. Call with the lock."""
+        """Hand a free buffer to the task that has waited longest.
+
+        Do nothing if either no longer exists. Call with the lock.
+        """
         try:
             block = self.free.pop()
         except IndexError:  # leased by another thread meanwhile
@@ -148,7 +158,10 @@ class _FreeList:
             buffer.release()
 
     def withdraw(self, waiter: "_Waiter") -> None:
-        """Remove a waiter whose task was cancelled, and release a buffer that it has. Call on the waiter's loop."""
+        """Remove a waiter whose task no longer waits, and release the buffer if it has been given one.
+
+        Call on the waiter's loop.
+        """
         waiter.is_withdrawn = True  # a buffer that is already on its way is released on arrival
         with contextlib.suppress(ValueError):
             self.waiting.remove(waiter)
@@ -157,25 +170,28 @@ class _FreeList:
             future.result().release()
 
     def fail(self, error: BaseException) -> None:
-        """Raise an error in all tasks that wait now. Call from any thread."""
+        """Raise an exception in all tasks that are waiting for a buffer. Can be called from any thread."""
         with contextlib.suppress(IndexError):  # some waiters are withdrawn meanwhile
             for _ in range(len(self.waiting)):
                 self.waiting.popleft().fail(error)
 
     def count_receives(self) -> tuple[int, int]:
-        """Return the number of receives posted in the slabs, and the number of those in buffers that were released."""
+        """Count the receives that are posted in the buffers of the pool.
+
+        :returns: tuple of the number of all these receives, and the number of those in buffers that were released.
+        """
         in_released = sum(lease.pins.receives for lease in self.leased.copy().values() if lease.pins.closed)
         return sum(slab.pins.receives for slab in self.slabs), in_released
 
     def destroy(self) -> None:
-        """Drop all references to memory, after the pool and its slabs were closed."""
+        """Drop all references to the memory. The pool calls this when it closes, after its slabs were closed."""
         self.free.clear()
         self.slabs.clear()
 
     def stop(self) -> None:
-        """Begin to close the pool: fail all waiters, and emit a ResourceWarning if buffers were not released.
+        """Begin to close the pool: fail all waiters, and issue a ResourceWarning if buffers were not released.
 
-        :raises ResourceWarning: warnings are turned into exceptions.
+        :raises ResourceWarning: if warnings are turned into errors and buffers were not released.
         """
         self.fail(ClosedResourceError(f"{self._lifecycle!r} was closed"))
         sites = [lease.site for lease in self.leased.copy().values() if not lease.pins.closed]
@@ -199,10 +215,10 @@ class _Waiter:
         self.future: asyncio.Future[LeasedBuffer] = self._loop.create_future()
 
     def offer(self, buffer: "LeasedBuffer") -> bool:
-        """Offer a buffer. Call from any thread.
+        """Offer a buffer to the waiting task. Can be called from any thread.
 
-        :returns: True if the waiter has the buffer now, and releases it if the task does not take it; False if the task
-            does not wait any more, and the caller has to release the buffer.
+        :returns: True if the waiter takes the buffer; if its task has stopped waiting by then, the waiter releases the
+            buffer. False if the task no longer waits, and the caller must release the buffer.
         """
         if asyncio._get_running_loop() is self._loop:
             if self.is_withdrawn or self.future.done():
@@ -217,19 +233,22 @@ class _Waiter:
         return True
 
     def _accept(self, buffer: "LeasedBuffer") -> None:
-        """Pass a buffer to the task, or release the buffer if the task does not wait any more."""
+        """Pass a buffer to the task, or release the buffer if the task is no longer waiting."""
         if self.is_withdrawn or self.future.done():  # the waiter was withdrawn meanwhile
             buffer.release()
         else:
             self.future.set_result(buffer)
 
     def fail(self, error: BaseException) -> None:
-        """Raise an error in the waiting task. Call from any thread."""
+        """Raise an exception in the waiting task.
+
+        Can be called from any thread. Do nothing if the task is no longer waiting.
+        """
         with contextlib.suppress(RuntimeError):  # the loop is closed, so no task waits
             self._loop.call_soon_threadsafe(self._fail, error)
 
     def _fail(self, error: BaseException) -> None:
-        """Raise an error in the task, if it still waits."""
+        """Raise an exception in the task, if it is still waiting."""
         if not (self.is_withdrawn or self.future.done()):
             self.future.set_exception(error)
 
@@ -261,10 +280,10 @@ class LeasedBuffer(RegionSlice):
         return f"<{type(self).__name__} of {self.length} bytes ({state})>"
 
     def release(self) -> None:
-        """Return the buffer to its pool. Any thread may call this; a second call does nothing.
+        """Return the buffer to its pool. Can be called from any thread; further calls do nothing.
 
-        Work requests in flight with the buffer go on, and the pool leases it again only after they have completed. No
-        further request can use the buffer: that raises `ClosedResourceError`.
+        Work requests in flight that use the buffer continue, and the pool leases the buffer again only after they have
+        completed. A further request that uses the buffer raises `ClosedResourceError`.
         """
         self.pins.close()
         self._free_list.return_if_idle(self._number)
@@ -294,7 +313,7 @@ class LeasedBuffer(RegionSlice):
 class LeaseContext:
     """Result of `BufferPool.lease`: ``await`` returns a buffer; ``async with`` also releases it at the end.
 
-    Each await leases another buffer, which the caller releases. At most one block at a time may use the object: a
+    Each await leases a new buffer, which the caller must release. At most one block at a time may use the object: a
     second one raises `RuntimeError`. `BufferPool.lease` describes the other exceptions of both forms.
     """
 
@@ -335,16 +354,17 @@ class BufferPool(Resource):
     Memory is registered in slabs of ``count`` buffers: the first slab when the pool is opened, further ones, up to
     ``limit``, when no buffer is free.
 
-    Closing the pool fails waiting tasks with `ClosedResourceError`, warns of buffers that were not released, and waits
-    for work in flight. After that unreleased buffers raise. If closing is cancelled, a background task closes the pool
-    when no work is in flight any more. The same happens if only receives in released buffers are in flight, such as
-    those of `SharedReceiveQueue.messages`: they end when their queue is closed, so closing does not wait for them.
+    Closing the pool makes waiting tasks raise `ClosedResourceError`, warns of buffers that were not released, and waits
+    for work in flight. After that, using an unreleased buffer raises `ClosedResourceError`. If closing is cancelled, a
+    background task closes the pool when work is no longer in flight. The same happens if only receives in released
+    buffers are in flight, such as those of `SharedReceiveQueue.messages`: they end when their queue is closed, so
+    closing does not wait for them.
 
     :param pd: protection domain that the memory is registered with.
     :param size: size of a buffer in bytes, at least 1.
     :param count: number of buffers of a slab, at least 1.
-    :param limit: maximum number of buffers, at least ``count``; None: ``count``, which is one slab.
-    :param allocator: allocator of the memory; None: pages that a fork does not copy.
+    :param limit: maximum number of buffers, at least ``count``; None for ``count``, which is one slab.
+    :param allocator: allocator of the memory; None for pages that a fork does not copy.
     :param access: access rights of the buffers, for local work requests and for peers.
     :param alignment: alignment of each buffer in bytes: a power of two, at most the page size.
     :raises ValueError: ``size`` or ``count`` is less than 1, ``limit`` is less than ``count``, or ``alignment`` is
@@ -390,14 +410,16 @@ class BufferPool(Resource):
         self._add_slab()
 
     async def open(self) -> Self:
-        """Open the pool and register the first slab (``ibv_reg_mr``), in a thread if the slab has 16 MiB or more.
+        """Open the pool and register its first slab (``ibv_reg_mr``), in a thread if the slab has 16 MiB or more.
 
         :returns: the pool itself.
         :raises ClosedResourceError: the pool was opened before, or its protection domain is closed.
-        :raises ForkedProcessError: the protection domain was opened in the process that this one was forked from.
+        :raises ForkedProcessError: the pool or its protection domain was opened in the process that this one was forked
+            from.
         :raises ValueError: peers may write and ``LOCAL_WRITE`` is missing.
         :raises TypeError: the allocator lacks the methods of `Allocator`.
         :raises MemoryError: the allocator returned no memory.
+        :raises OSError: the process cannot map that much memory.
         :raises VerbsError: the device cannot register the slab.
         :raises RuntimeError: the slab has 16 MiB or more, and no asyncio event loop is running.
         """
@@ -407,13 +429,15 @@ class BufferPool(Resource):
         return self
 
     async def aclose(self) -> None:
-        """Close the pool, after the work requests in flight have completed.
+        """Close the pool after the work requests in flight have completed.
 
-        If only receives in released buffers are in flight, return at once; the pool is closed when their queues are.
-        Closing a closed pool does nothing. In the child of a fork nothing is done.
+        If only receives in released buffers are in flight, return at once; the pool is closed in the background when
+        the queues of these receives are closed. Closing a closed pool does nothing. In a forked child, nothing is done.
 
-        :raises BusyResourceError: receives are posted in buffers that were not released. Nothing was done.
-        :raises VerbsError: a slab cannot be deregistered. The pool is still open, and can be closed again.
+        :raises BusyResourceError: receives are posted in buffers that were not released. In this case nothing is done.
+        :raises VerbsError: a slab cannot be deregistered. The pool stays open and can be closed again.
+        :raises ResourceWarning: if warnings are turned into errors and buffers were not released.
+        :raises RuntimeError: work requests are in flight, and no asyncio event loop is running.
         """
         posted, in_released = self._free_list.count_receives()
         if posted > in_released and self.state is ResourceState.OPEN and not self.closed:
@@ -437,7 +461,7 @@ class BufferPool(Resource):
         return self._access
 
     def statistics(self) -> BufferPoolStatistics:
-        """Return the current counts of the pool."""
+        """Return the current counts of the pool, such as those of leased buffers, free buffers and waiting tasks."""
         free_list = self._free_list
         leases = free_list.leased.copy().values()
         released = sum(lease.pins.closed for lease in leases)
@@ -454,15 +478,18 @@ class BufferPool(Resource):
     # ---- Leasing
 
     def lease(self) -> LeaseContext:
-        """Lease a buffer, and wait until one is free: first come, first served, in the order of awaiting.
+        """Lease a buffer, waiting until one is free.
 
-        Write ``async with pool.lease() as buffer``, or ``buffer = await pool.lease()`` and ``buffer.release()``. After
-        a cancellation no buffer is leased. The exceptions are raised by the await or by entering the block.
+        Buffers go to waiting tasks in the order in which they began to wait. Write ``async with pool.lease() as
+        buffer``, or ``buffer = await pool.lease()`` and ``buffer.release()``. If the wait is cancelled, no buffer is
+        leased. The exceptions are raised by the await or by entering the block.
 
         :returns: object for one of the two forms, which both give a `LeasedBuffer`.
-        :raises ClosedResourceError: the pool is not open, or was closed meanwhile.
+        :raises ClosedResourceError: the pool is not open, or was closed during the wait.
+        :raises ForkedProcessError: the pool was opened in the process that this one was forked from.
         :raises RuntimeError: no buffer is free, and no asyncio event loop is running.
         :raises MemoryError: no buffer is free, and the allocator has no memory for a further slab.
+        :raises OSError: no buffer is free, and the process cannot map the memory of a further slab.
         :raises VerbsError: no buffer is free, and the device cannot register a further slab.
         """
         return LeaseContext(self, creation_site())
@@ -470,10 +497,13 @@ class BufferPool(Resource):
     def lease_nowait(self) -> LeasedBuffer:
         """Lease a buffer without waiting. If none is free, a further slab is registered if it has less than 16 MiB.
 
-        :returns: the buffer, which the caller releases.
-        :raises anyio.WouldBlock: no buffer is free, or tasks wait for one.
+        :returns: the buffer, which the caller must release.
+        :raises anyio.WouldBlock: no buffer is free and none could be added without waiting, or tasks are waiting for
+            one.
         :raises ClosedResourceError: the pool is not open.
+        :raises ForkedProcessError: the pool was opened in the process that this one was forked from.
         :raises MemoryError: no buffer is free, and the allocator has no memory for a further slab.
+        :raises OSError: no buffer is free, and the process cannot map the memory of a further slab.
         :raises VerbsError: no buffer is free, and the device cannot register a further slab.
         """
         self._check_open()
@@ -490,10 +520,10 @@ class BufferPool(Resource):
         return buffer
 
     async def _lease(self, site: Site | None) -> LeasedBuffer:
-        """Lease a buffer, and wait until one is free. `BufferPool.lease` describes the exceptions.
+        """Lease a buffer, waiting until one is free. Raises the exceptions that `BufferPool.lease` describes.
 
-        :param site: place in the user's code that leases the buffer.
-        :returns: the buffer, which the caller releases.
+        :param site: place in the user's code that leases the buffer; None if unknown.
+        :returns: the buffer, which the caller must release.
         """
         self._check_open()
         buffer = self._free_list.lease(self, site)
@@ -524,23 +554,29 @@ class BufferPool(Resource):
 
     @property
     def _next_slab(self) -> int:
-        """Number of buffers that the next slab would have; 0 at the limit."""
+        """Number of buffers that the next slab would have; 0 if the pool has reached its limit."""
         return min(self._count, self._limit - self._buffers)
 
     def _grow(self) -> None:
-        """Add slabs as long as tasks wait. An error is raised in the waiting tasks."""
+        """Add slabs while tasks are waiting for a buffer and the limit is not reached.
+
+        If a slab cannot be added, the exception is not raised here, but in the tasks that are waiting.
+        """
         may_grow = True
         while may_grow and self._free_list.waiting:
             with contextlib.suppress(Exception):  # tasks that wait after an error came later than it
                 may_grow = self._grow_once()
 
     def _grow_once(self) -> bool:
-        """Add a slab unless the limit is reached, and hand its buffers to waiting tasks. Return whether it was added.
+        """Add a slab unless the limit is reached, and hand its buffers to waiting tasks.
 
-        If another thread is adding a slab, leave the work to that thread, which goes on as long as tasks wait.
+        If another thread is adding a slab, leave the work to that thread, which adds slabs while tasks are waiting. If
+        a slab cannot be added, all tasks that are waiting raise the same exception as this method.
 
-        :raises MemoryError: the allocator has no memory. All tasks that wait now raise the same error.
-        :raises VerbsError: the device cannot register the slab. All tasks that wait now raise the same error.
+        :returns: True if a slab was added; False at the limit, or if another thread is adding a slab.
+        :raises MemoryError: the allocator has no memory.
+        :raises OSError: the process cannot map that much memory.
+        :raises VerbsError: the device cannot register the slab.
         """
         if not self._growing.acquire(blocking=False):
             return False
@@ -557,9 +593,10 @@ class BufferPool(Resource):
         return grown
 
     def _add_slab(self) -> None:
-        """Register a further slab, and add its buffers to the free list.
+        """Register a further slab and add its buffers to the free list.
 
         :raises MemoryError: the allocator has no memory.
+        :raises OSError: the process cannot map that much memory.
         :raises VerbsError: the device cannot register the slab.
         """
         buffers = self._next_slab
@@ -573,7 +610,14 @@ class BufferPool(Resource):
 
 
 async def _drain_slab(pins: WaitableInFlightCount) -> None:
-    """Let no work begin in a slab, and wait for work in flight, receives too: their queues are closed first."""
+    """Wait until no work request that uses a slab is in flight, and let no further one begin.
+
+    Receives are waited for as well, because their queues are closed before the slab.
+
+    :param pins: count of the work requests that use the slab.
+    :raises ForkedProcessError: work requests of the parent process were in flight at the fork.
+    :raises RuntimeError: work requests are in flight, and no asyncio event loop is running.
+    """
     pins.close()
     await pins.wait()
 

@@ -44,14 +44,16 @@ _MADV_WIPEONFORK = 18  # linux/mman.h; the module mmap has no name for it
 
 
 class WaitableInFlightCount(data_path.InFlightCount):
-    """Count of work requests in flight that use some memory. Any thread changes the count, any loop waits for zero.
+    """Count of work requests in flight that use some memory.
 
-    :param parent: count of the memory that this memory is a part of: it counts the same work requests.
-    :param idle: function that the thread which decrements the count to zero calls, possibly more than once.
+    Any thread may change it, and any event loop may wait for zero.
+
+    :param parent: count of the memory that this memory is a part of: it counts the same work requests as well.
+    :param idle: function that is called by the thread that decrements the count to zero, possibly more than once.
     """
 
     async def wait(self) -> None:
-        """Wait until no work request is in flight.
+        """Wait until no work request that uses the memory is in flight.
 
         :raises ForkedProcessError: work requests of the parent process were in flight at the fork; only the parent
             receives their completions.
@@ -63,20 +65,22 @@ class WaitableInFlightCount(data_path.InFlightCount):
         await self.condition.wait_while(lambda: len(self))
 
     def _check_process(self) -> None:
-        """Check that no work request was in flight at the fork that made this process.
+        """Check that no work request that uses the memory was in flight when this process was forked.
 
-        :raises ForkedProcessError: see `wait`.
+        :raises ForkedProcessError: work requests of the parent process were in flight at the fork.
         """
         if self.inherited and len(self):
             raise ForkedProcessError("this memory")
 
     async def close_and_wait(self) -> None:
-        """Let no work request begin, and wait until none is in flight.
+        """Let no further work request use the memory, and wait until none that uses it is in flight.
 
-        After an error or a cancellation no work request can begin until `reopen` is called.
+        If this fails or is cancelled, no work request can use the memory until `reopen` is called.
 
-        :raises BusyResourceError: receives are posted, which may never complete.
-        :raises ForkedProcessError: see `wait`. Nothing was done.
+        :raises BusyResourceError: receives are posted in the memory, and may never complete.
+        :raises ForkedProcessError: work requests of the parent process were in flight at the fork. In this case nothing
+            is changed.
+        :raises RuntimeError: work requests are in flight, and no asyncio event loop is running.
         """
         self._check_process()
         self.close()
@@ -89,14 +93,16 @@ class WaitableInFlightCount(data_path.InFlightCount):
 
 
 def map_pages(length: int) -> mmap.mmap:
-    """Return zeroed pages whose content no fork copies: a child finds zeros in them.
+    """Map new zeroed pages. A fork does not copy their content: a child finds zeros in them.
 
     MADV_DONTFORK is not used: the range would be unmapped in a child, which might map something else there and lose it
-    when its copy of this object is collected. A size of a huge page or more uses transparent huge pages if the kernel
-    has them: devices, and the kernel when it copies between processes, look up one huge page instead of 512 pages.
+    when its copy of this object is collected. A mapping of at least one huge page (2 MiB) uses transparent huge pages
+    if the kernel has them: devices, and the kernel when it copies between processes, then look up one huge page instead
+    of 512 pages.
 
     :param length: size in bytes.
-    :raises OSError: the process cannot map as much memory, or the kernel is older than 4.14.
+    :returns: the mapping, which exists until the object is closed or garbage-collected.
+    :raises OSError: the process cannot map that much memory, or the kernel is older than 4.14.
     """
     found = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     found.madvise(_MADV_WIPEONFORK)
@@ -118,7 +124,7 @@ class _QueueMemory(Registered):
 
     @property
     def buffer(self) -> memoryview:
-        """Bytes of the memory."""
+        """Bytes of the memory, as a writable memoryview."""
         return memoryview(self.pages)
 
 
@@ -128,8 +134,8 @@ def register_queue_memory(lifecycle: Lifecycle, pd: handles.ProtectionDomain, si
     :param lifecycle: node of the queue, which deregisters the memory after its own handles are destroyed.
     :param pd: protection domain that the memory is registered with.
     :param size: size in bytes.
-    :returns: slice of all the memory.
-    :raises OSError: the process cannot map as much memory.
+    :returns: slice that covers all of the memory.
+    :raises OSError: the process cannot map that much memory.
     :raises VerbsError: the device cannot register the memory.
     """
     own = _QueueMemory(size)
@@ -139,14 +145,15 @@ def register_queue_memory(lifecycle: Lifecycle, pd: handles.ProtectionDomain, si
 
 
 def is_large(length: int) -> bool:
-    """Return whether memory of this size is registered in a thread."""
+    """Return whether memory of a size in bytes is large enough to be registered in a thread: 16 MiB or more."""
     return length >= _LARGE_BYTES
 
 
 async def open_in_thread(resource: Resource) -> None:
-    """Open a resource in a thread, so that the loop goes on meanwhile. If that fails, the resource stays unopened.
+    """Open a resource in a thread and wait for that, so that the event loop keeps running meanwhile.
 
-    If this is cancelled, wait for the thread, and close the resource. Raises as `Resource.open`.
+    If opening fails, the resource stays unopened. If this is cancelled, the wait for the thread continues, the resource
+    is closed, and then the cancellation is raised. Raises the same exceptions as `Resource.open`.
 
     :param resource: unopened resource.
     :raises RuntimeError: no asyncio event loop is running.
@@ -171,7 +178,10 @@ class _AllocatorMemory:
         self._address = address
 
     def destroy(self) -> None:
-        """Free the memory. Views kept past this point are dangling."""
+        """Free the memory with the allocator. Views kept past this point are dangling.
+
+        :raises Exception: whatever the allocator raised.
+        """
         region = self._region()
         if region is not None:
             region._memory = None
@@ -192,8 +202,8 @@ class MemoryRegion(HandleResource[handles.MemoryRegion], Registered):
         a fork does not copy.
     :param access: access rights of local work requests and of peers.
     :param allocator: allocator of these bytes, in whole pages, which are freed when the region is closed; only if
-        ``memory`` is a number.
-    :raises ValueError: ``memory`` is a number less than 1, or is no number although there is an allocator.
+        ``memory`` is a number. None for pages of the library.
+    :raises ValueError: ``memory`` is a number less than 1, or is not a number although there is an allocator.
     :raises TypeError: ``memory`` has no buffer protocol, or the allocator lacks the methods of `Allocator`.
     """
 
@@ -226,7 +236,7 @@ class MemoryRegion(HandleResource[handles.MemoryRegion], Registered):
         self._begin(handle)
 
     def _begin(self, handle: handles.MemoryRegion) -> None:
-        """Use a new handle from now on, and have closing wait for the work requests that use the region."""
+        """Use a new handle for the region, and have closing wait for the work requests that use the region."""
         self._handle = handle
         RegionSlice.of_all(self, handle, self.pins, self._access)
         self._lifecycle.drain = self.pins.close_and_wait
@@ -234,10 +244,12 @@ class MemoryRegion(HandleResource[handles.MemoryRegion], Registered):
         self._lifecycle.resume = self.pins.reopen
 
     def _allocate(self) -> "Buffer":
-        """Return memory of the allocator, which closing frees, or pages if the allocator returns `USE_DEFAULT`.
+        """Allocate the memory of the region. Without an allocator, or if that returns `USE_DEFAULT`, map pages.
 
+        :returns: object with the buffer protocol. Closing the region frees the allocator's memory.
         :raises MemoryError: the allocator returned no memory.
-        :raises OSError: the process cannot map as much memory.
+        :raises OSError: the process cannot map that much memory.
+        :raises Exception: whatever the allocator raised.
         """
         address: object = USE_DEFAULT
         if self._allocator is not None:
@@ -254,10 +266,12 @@ class MemoryRegion(HandleResource[handles.MemoryRegion], Registered):
 
         :returns: the region itself.
         :raises ClosedResourceError: the region was opened before, or its protection domain is closed.
-        :raises ForkedProcessError: the protection domain was opened in the process that this one was forked from.
+        :raises ForkedProcessError: the region or its protection domain was opened in the process that this one was
+            forked from.
         :raises ValueError: the memory has no bytes, or peers may write and ``LOCAL_WRITE`` is missing.
-        :raises BufferError: the memory is not contiguous, or is read-only and ``access`` allows to write.
+        :raises BufferError: the memory is not contiguous, or is read-only although ``access`` permits writing.
         :raises MemoryError: the allocator returned no memory.
+        :raises OSError: the process cannot map that much memory.
         :raises VerbsError: the device cannot register the memory.
         :raises RuntimeError: the region has 16 MiB or more, and no asyncio event loop is running.
         """
@@ -276,44 +290,49 @@ class MemoryRegion(HandleResource[handles.MemoryRegion], Registered):
 
     @property
     def address(self) -> int:
-        """Address of the first byte.
+        """Address of the first byte of the region.
 
         :raises ClosedResourceError: the region is not open.
+        :raises ForkedProcessError: the region was opened in the process that this one was forked from.
         """
         return self.handle.address
 
     @property
     def lkey(self) -> int:
-        """Key for local work requests.
+        """Key of the region for local work requests.
 
         :raises ClosedResourceError: the region is not open.
+        :raises ForkedProcessError: the region was opened in the process that this one was forked from.
         """
         return self.handle.lkey
 
     @property
     def rkey(self) -> int:
-        """Key for work requests of peers.
+        """Key of the region for work requests of peers.
 
         :raises ClosedResourceError: the region is not open.
+        :raises ForkedProcessError: the region was opened in the process that this one was forked from.
         """
         return self.handle.rkey
 
     @property
     def buffer(self) -> memoryview:
-        """Bytes of the region, as a one-dimensional memoryview, read-only if the memory is.
+        """Bytes of the region, as a one-dimensional memoryview, which is read-only if the memory is.
 
-        The caller must not use the view after the region is closed if an allocator provided the memory.
+        If an allocator provided the memory, the caller must not use the view after the region is closed.
 
         :raises ClosedResourceError: the region is not open.
+        :raises ForkedProcessError: the region was opened in the process that this one was forked from.
         """
         self._check_open()
         assert self._memory is not None
         return memoryview(self._memory).cast("B")
 
     def remote(self) -> RemoteRegion:
-        """Return the address, length and rkey of the region, which a peer needs to access it: a `RemoteRegion`.
+        """Return the address, length and rkey of the region, which a peer needs to access it, as a `RemoteRegion`.
 
         :raises ClosedResourceError: the region is not open.
+        :raises ForkedProcessError: the region was opened in the process that this one was forked from.
         """
         self._check_open()
         return self.whole.remote()
@@ -430,9 +449,10 @@ class MemoryWindow(HandleResource[handles.MemoryWindow]):
 
     @property
     def rkey(self) -> int:
-        """Key for work requests of peers. Each binding changes the key.
+        """Key of the window for work requests of peers. Each binding changes the key.
 
         :raises ClosedResourceError: the window is not open.
+        :raises ForkedProcessError: the window was opened in the process that this one was forked from.
         """
         return self.handle.rkey
 

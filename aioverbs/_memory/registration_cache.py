@@ -51,10 +51,13 @@ class RegistrationCacheStatistics:
 
 
 def _export(buffer: "Buffer", access: AccessFlags) -> memoryview:
-    """Return a separate export of the bytes, so that the references to the exporting object can be counted.
+    """Export a buffer separately, as a new memoryview, so that references to its exporter can be counted.
 
+    :param buffer: object with the buffer protocol; from a memoryview, only the bytes of that view are exported.
+    :param access: access rights for which the buffer is to be registered.
+    :returns: the memoryview.
     :raises TypeError: the object has no buffer protocol.
-    :raises BufferError: the memory is not contiguous, or is read-only and ``access`` allows to write.
+    :raises BufferError: the memory is not contiguous, or is read-only although ``access`` permits writing.
     :raises ValueError: the memory has no bytes.
     """
     view = memoryview(buffer)
@@ -74,12 +77,12 @@ def _export(buffer: "Buffer", access: AccessFlags) -> memoryview:
 
 
 def _exporter(view: memoryview) -> object:
-    """Return the object that exports the bytes of a view; None if unknown."""
+    """Return the object that exports the bytes of a memoryview; None if unknown."""
     return view.obj
 
 
 def _references(view: memoryview) -> int:
-    """Return the number of references to the object that exports the bytes of a view."""
+    """Return the number of references to the object that exports the bytes of a memoryview."""
     return sys.getrefcount(view.obj)
 
 
@@ -98,22 +101,25 @@ class _Entry:
 
     @property
     def ready(self) -> bool:
-        """True if the region is open."""
+        """True if the region is open and can be used."""
         return not self.opening and self.region.state is ResourceState.OPEN
 
     async def wait_settled(self) -> None:
-        """Wait until no task opens or closes the region."""
+        """Wait until no task is opening or closing the region.
+
+        :raises RuntimeError: a task is opening or closing the region, and no asyncio event loop is running here.
+        """
         await self.condition.wait_while(lambda: self.opening)
         await lifecycle_of(self.region).wait_settled()
 
     @property
     def idle(self) -> bool:
-        """True if no task is in a block with the region, and no work request uses it."""
+        """True if the region is not being opened, no task is in a block with it, and no work request uses it."""
         return not (self.opening or self.users or len(self.region.pins))
 
     @property
     def orphaned(self) -> bool:
-        """True if only the registration references the exporting object."""
+        """True if nothing but the registration references the object that exports the memory."""
         view = self.region._memory
         return isinstance(view, memoryview) and _references(view) <= _EXPORT_ALONE
 
@@ -126,7 +132,7 @@ class _CacheRemoval:
         self._entry = entry
 
     def destroy(self) -> None:
-        """Remove the entry from the cache, and drop the reference to the memory."""
+        """Remove the entry from the cache, and drop the region's reference to the memory."""
         self._cache._on_region_closed(self._entry)
         self._entry.region._memory = None
 
@@ -138,12 +144,12 @@ class _MemoryRelease:
         self._region = region
 
     def destroy(self) -> None:
-        """Drop the reference to the memory."""
+        """Drop the region's reference to the memory."""
         self._region._memory = None
 
 
 def _release_unopened(region: MemoryRegion) -> None:
-    """Drop the reference of a region to its memory, if opening the region failed."""
+    """Drop the reference of a region to its memory, if opening the region has failed."""
     # A stored exception references frames, and these the region, which must not keep the export alive.
     if region.state is ResourceState.NEW:
         region._memory = None
@@ -153,20 +159,21 @@ class RegistrationCache:
     """Cache of the registrations of a protection domain: `Domain.cache`. Any event loop may use it.
 
     Registering memory costs more than a transfer. A program that sends from the same buffers repeatedly finds them
-    registered:
+    already registered:
 
         async with pd.cache.region(buffer) as region:
             await qp.write(region, remote)
 
-    A registration is never stale. Like any `MemoryRegion` it holds an export of the buffer's object, so while it is in
+    A registration is never stale. Like any `MemoryRegion`, it holds an export of the buffer's object, so while it is in
     the cache, that object exists and its memory does not move. A later use finds the registration by the same object,
-    address and length. Until the registration is evicted, as by `drop`, a bytearray cannot be resized and an mmap
-    cannot be closed. A new array object, such as each slice of a numpy array, is another object: slice the region
-    instead.
+    address and length. Until the registration is evicted, for example by `drop`, a bytearray cannot be resized and an
+    mmap cannot be closed. A new array object, such as each slice of a numpy array, is a different object: slice the
+    region instead.
 
-    The cache evicts registrations whose object only the cache references, at the end of the block or when the next
-    buffer is registered; and if a limit is exceeded, the least recently used ones. Registrations in use or under DMA
-    stay. Peers that hold its key keep access until a registration is evicted. Closing the protection domain evicts all.
+    At the end of a block and when a further buffer is registered, the cache evicts registrations whose object only the
+    cache references, and, if a limit is exceeded, the least recently used ones. Registrations in use or under DMA stay.
+    Peers that hold the key of a registration keep access until it is evicted. Closing the protection domain evicts all
+    registrations.
 
     :param pd: protection domain that the memory is registered with.
     """
@@ -176,7 +183,7 @@ class RegistrationCache:
     # object cannot be collected, so its references are counted whenever the cache is used.
 
     max_bytes: int
-    """Maximum size of the cache in bytes. A larger buffer is registered only as long as it is in use."""
+    """Maximum size of the cache in bytes. A larger buffer is registered only while it is in use."""
 
     max_entries: int
     """Maximum number of registrations in the cache."""
@@ -196,32 +203,36 @@ class RegistrationCache:
         self._bytes = self._hits = self._misses = self._evictions = 0
 
     def _renew_lock(self) -> None:
-        """Replace the lock in a forked child."""
+        """Replace the lock with a new one in a forked child."""
         self._lock = threading.RLock()
 
     def statistics(self) -> RegistrationCacheStatistics:
-        """Return the current counts of the cache."""
+        """Return the current counts of the cache: hits, misses, evictions, registrations and their bytes."""
         return RegistrationCacheStatistics(self._hits, self._misses, self._evictions, len(self._entries), self._bytes)
 
     @asynccontextmanager
     async def region(
         self, buffer: "Buffer", access: AccessFlags = AccessFlags.LOCAL_WRITE
     ) -> AsyncIterator[MemoryRegion]:
-        """Return an async context manager that yields the open region of a buffer. Do not close the region.
+        """Return an async context manager that yields the open region of a buffer.
 
-        At the end of the block the buffer stays registered, unless it is larger than ``max_bytes``. The exceptions are
-        raised by entering the block, or at its end.
+        The caller must not close the region. At the end of the block the buffer stays registered, unless it is larger
+        than ``max_bytes`` or is evicted. The exceptions are raised by entering the block, or at its end.
 
         :param buffer: contiguous object with the buffer protocol. For a memoryview, the object behind it counts. If the
-            object does not own its memory, as a ctypes object at an address, `drop` it before that memory is freed.
+            object does not own its memory, such as a ctypes object at an address, `drop` it before that memory is
+            freed.
         :param access: access rights. A registration with other rights is not reused.
         :raises ClosedResourceError: the protection domain is not open.
+        :raises ForkedProcessError: the protection domain was opened in the process that this one was forked from.
         :raises ValueError: the buffer has no bytes, or peers may write and ``LOCAL_WRITE`` is missing.
-        :raises BufferError: the memory is not contiguous, or is read-only and ``access`` allows to write.
+        :raises BufferError: the memory is not contiguous, or is read-only although ``access`` permits writing.
         :raises TypeError: ``buffer`` has no buffer protocol.
         :raises VerbsError: the device cannot register the memory, or cannot deregister an evicted region.
         :raises BusyResourceError: at the end of the block: receives are posted in a buffer that does not stay
             registered.
+        :raises RuntimeError: the buffer has 16 MiB or more, or its registration is just being opened or closed, and no
+            asyncio event loop is running.
         """
         pd = self._pd()
         if pd is None:
@@ -257,17 +268,20 @@ class RegistrationCache:
             await _close_regions(self._evict_surplus([entry]))
 
     async def drop(self, buffer: "Buffer") -> None:
-        """Evict all registrations of a buffer's object, so that it can be resized or closed. Without one do nothing.
+        """Evict all registrations of a buffer's object, so that it can be resized or closed.
 
-        Waits for work requests that use them. If the wait is cancelled, the memory stays registered until these have
-        completed; another call of `drop` waits for that as well.
+        Do nothing if there is no registration. Wait for work requests that use the registrations. If the wait is
+        cancelled, the memory stays registered until these have completed; another call of `drop` waits for that as
+        well.
 
         :param buffer: object with the buffer protocol; for a memoryview, the object behind it counts.
-        :raises BusyResourceError: a task is in a block with the buffer, or receives are posted in it. Nothing was done.
-        :raises ForkedProcessError: the protection domain was opened in the process that this one was forked from, which
-            alone can evict the registrations. Nothing was done.
+        :raises BusyResourceError: a task is in a block with the buffer, or receives are posted in it. In this case
+            nothing is done.
+        :raises ForkedProcessError: the protection domain was opened in the process that this one was forked from, and
+            only that process can evict the registrations. In this case nothing is done.
         :raises TypeError: ``buffer`` has no buffer protocol.
         :raises VerbsError: the device cannot deregister the memory.
+        :raises RuntimeError: work requests use a registration, and no asyncio event loop is running.
         """
         if self._lifecycle.inherited:
             raise ForkedProcessError(repr(self._lifecycle))
@@ -292,9 +306,10 @@ class RegistrationCache:
     async def _acquire(
         self, pd: HandleResource[handles.ProtectionDomain], view: memoryview, access: AccessFlags, user: object
     ) -> _Entry:
-        """Return the open entry of these bytes, and register them first if they are not.
+        """Return the open entry for some bytes. If there is none, register the bytes first.
 
-        :param view: bytes; keeps their object alive, so no other object has its id.
+        :param pd: protection domain of the cache.
+        :param view: the bytes. The view keeps their object alive, so no other object has its id.
         :param access: access rights.
         :param user: object that is added to the users of the entry. The caller removes it after use.
         :raises VerbsError: the device cannot register the memory. Other exceptions of `region` are raised as well.
@@ -327,7 +342,12 @@ class RegistrationCache:
             del view
 
     async def _register(self, entry: _Entry) -> None:
-        """Evict surplus registrations, and open the region of a new entry. If that fails, remove the entry."""
+        """Evict surplus registrations, and open the region of a new entry.
+
+        If that fails, remove the entry from the cache.
+
+        :raises VerbsError: the device cannot register the memory. Other exceptions of `region` are raised as well.
+        """
         region = entry.region
         try:
             await _close_regions(self._evict_surplus())  # first, because the device may be at a limit
@@ -351,23 +371,28 @@ class RegistrationCache:
                 self._bytes -= len(entry.region)
 
     def _on_region_closed(self, entry: _Entry) -> None:
-        """Forget an entry whose region was closed."""
+        """Forget an entry whose region has been closed."""
         with self._lock:
             self._remove(entry)
             self._evicted.discard(entry)
 
     def _evict(self, entries: list[_Entry]) -> None:
-        """Remove entries from the cache, and count them as evicted. The caller has the lock, and closes the regions."""
+        """Remove entries from the cache and count them as evicted.
+
+        The caller holds the lock and must close the regions.
+        """
         for entry in entries:
             self._remove(entry)
         self._evicted.update(entries)
         self._evictions += len(entries)
 
     def _evict_surplus(self, candidates: Iterable[_Entry] | None = None) -> list[_Entry]:
-        """Evict idle registrations that are orphaned or exceed the limits; return them for the caller to close.
+        """Evict idle registrations that are orphaned or exceed the limits.
 
-        Orphaned ones are evicted if they are among the candidates, by default all. While a limit is exceeded, idle ones
-        are evicted, the least recently used first.
+        While a limit is exceeded, idle registrations are evicted, the least recently used first.
+
+        :param candidates: entries that are evicted if they are idle and orphaned; None for all entries of the cache.
+        :returns: list of the evicted entries, whose regions the caller must close.
         """
         with self._lock:
             kept = tuple(self._entries.values())
@@ -387,7 +412,11 @@ class RegistrationCache:
 
 
 async def _close_regions(entries: Iterable[_Entry]) -> None:
-    """Close the regions of all entries, even if closing one fails. The last exception is raised at the end."""
+    """Close the regions of all entries, even if closing one fails.
+
+    :raises BaseException: closing at least one region failed, or this was cancelled. The last exception is raised after
+        the attempt to close each region.
+    """
     async with AsyncExitStack() as stack:
         for entry in entries:
             stack.push_async_callback(entry.region.aclose)

@@ -97,7 +97,7 @@ def checked_allocator(allocator: Allocator | None) -> Allocator | None:
     :raises TypeError: the argument is neither an allocator nor None.
     """
     if allocator is not None and (isinstance(allocator, type) or not isinstance(allocator, Allocator)):
-        raise TypeError(f"allocator must have the methods of aioverbs.Allocator, not be {allocator!r}")
+        raise TypeError(f"allocator must have the methods of aioverbs.Allocator, got {allocator!r}")
     return allocator
 
 

@@ -303,7 +303,7 @@ class OwnedBlock(_Owned, AbstractAsyncContextManager[T, None], Generic[T]):
     async def __aenter__(self) -> T:
         if self._is_in_use:
             self._enter("__aenter__")
-            raise RuntimeError(f"{self!r} is in a block already: make another one for each block")
+            raise RuntimeError(f"{self!r} is already in a block: make a new one for each block")
         previous, self._owner = self._owner, None
         try:
             self._enter("__aenter__")
@@ -321,7 +321,7 @@ class OwnedBlock(_Owned, AbstractAsyncContextManager[T, None], Generic[T]):
         if not self._leave("__aexit__"):
             return
         if not self._is_entered:
-            raise RuntimeError(f"{self!r} is in no block: there is nothing to leave")
+            raise RuntimeError(f"{self!r} is not in a block: there is nothing to leave")
         self._is_in_use = self._is_entered = False
         await self._end(kind, error, traceback)
 
@@ -348,7 +348,7 @@ class OwnedContext(OwnedBlock[T]):
         if self._was_entered:
             self._enter("__aenter__")
             raise RuntimeError(
-                f"{self!r} was entered before, and can be entered only once: make another one for each block"
+                f"{self!r} was entered before and can be entered only once: make a new one for each block"
             )
         return await super().__aenter__()
 
@@ -463,7 +463,7 @@ def _lost(owner: Affinity, call: CrossLoopCall[object]) -> BaseException | None:
         run; None if the call can still complete.
     """
     if owner.orphaned or owner.loop is not call.loop:  # or another loop took over the objects of the owner
-        return AffinityError(f"the owner {call.loop!r} has ended, and the call that was sent there is lost")
+        return AffinityError(f"the owner {call.loop!r} has ended, and the call that was sent to it is lost")
     if call.is_withdrawn and not call.loop.is_running():
         return asyncio.CancelledError()  # the call will not start; do not wait for a loop that does not run
     return None

@@ -265,13 +265,13 @@ class CrossLoopCall(Generic[T]):
         """
         if self.is_withdrawn:
             return asyncio.CancelledError()
-        return BrokenResourceError(f"{self.owner!r} cancelled the call that was sent there")
+        return BrokenResourceError(f"{self.owner!r} cancelled the call that was sent to it")
 
     def leave(self, error: BaseException) -> None:
         """Settle the call with `BrokenResourceError`, because its function ends the loop.
 
         :param error: SystemExit or KeyboardInterrupt that the function raised.
         """
-        lost = BrokenResourceError(f"the call that was sent there ended {self.owner!r}: {error!r}")
+        lost = BrokenResourceError(f"{self.owner!r} was ended by the call that was sent to it: {error!r}")
         lost.__cause__ = error
         self.settle(None, lost)

@@ -333,7 +333,7 @@ class Lifecycle:
             self._check_process()
             if self.state is not OPEN:
                 raise ClosedResourceError(
-                    f"{self!r} is not open: open it by `async with`; after closing, make a new one"
+                    f"{self!r} is not open: open it with `async with`; after closing, make a new one"
                 )
             self._handles.append(handle)
 
@@ -443,7 +443,8 @@ class Lifecycle:
         for lifecycle, owner in foreign:
             if not owner.orphaned:
                 raise BusyResourceError(
-                    f"{self!r} cannot be closed here: {lifecycle!r} belongs to {owner!r}; close that there first"
+                    f"{self!r} cannot be closed here: {lifecycle!r} belongs to {owner!r}; "
+                    "close that resource there first"
                 )
         for _, owner in foreign:
             if owner.orphaned:  # several parts may have the same owner

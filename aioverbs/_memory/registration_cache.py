@@ -62,7 +62,7 @@ def _export(buffer: "Buffer", access: AccessFlags) -> memoryview:
     """
     view = memoryview(buffer)
     if view.readonly and access & _WRITES:
-        raise BufferError("the memory is read-only, but `access` allows to write it")
+        raise BufferError("the memory is read-only, but `access` permits writing")
     address, length = handles.span(view)
     if not length:
         raise ValueError("there is nothing to register: the memory has no bytes")

@@ -125,7 +125,7 @@ class WorkerPool(Resource):
         processes: bool = False,
     ) -> None:
         if size < 1:
-            raise ValueError(f"size of a worker pool must be at least 1, got {size}")
+            raise ValueError(f"the size of a worker pool must be at least 1, got {size}")
         if on_worker_death not in ("replace", "fail"):
             raise ValueError(f"`on_worker_death` must be 'replace' or 'fail', got {on_worker_death!r}")
         loop_factory(loop)
@@ -282,7 +282,7 @@ class WorkerPool(Resource):
         """
         if self._supervisor.is_on_worker():
             raise BusyResourceError(
-                f"{self!r} cannot be drained or closed by a function that runs on it: call from outside of the pool"
+                f"{self!r} cannot be drained or closed by a function that runs on it: do so from outside the pool"
             )
 
     async def aclose(self) -> None:
@@ -593,7 +593,7 @@ async def _end_workers(supervisor: Supervisor, grace_s: float) -> None:
     supervisor.join()
     if unended := supervisor.kill():
         raise BusyResourceError(
-            f"{supervisor.name} cannot be closed while these workers do not end: {', '.join(unended)}; "
+            f"{supervisor.name} cannot be closed because these workers have not ended: {', '.join(unended)}; "
             "close it again when their functions have returned"
         )
     await supervisor.wait_while(supervisor.has_workers)

@@ -111,7 +111,7 @@ class _ProcessCall:
             return self.handle.supervisor.closed_error()
         if self.is_withdrawn:
             return asyncio.CancelledError()
-        return BrokenResourceError(f"{self.handle!r} cancelled the call that was sent there")
+        return BrokenResourceError(f"{self.handle!r} cancelled the call that was sent to it")
 
 
 class ProcessWorker(WorkerHandle):
@@ -274,7 +274,7 @@ class ProcessWorker(WorkerHandle):
                         process.kill()
                     process.wait()
                     link.abort()  # close() would wait until the process has read all frames
-        return f"its process ended {_describe_exit(process.returncode)}"
+        return f"its process {_describe_exit(process.returncode)}"
 
     async def _wait_ready(self, share: socket.socket, link: Link) -> None:
         """Share the protection domain with the process, if possible, and wait until the process is ready or gone.
@@ -475,12 +475,12 @@ class ProcessWorker(WorkerHandle):
 
 
 def _describe_exit(status: int) -> str:
-    """Return text on how a process ended, such as ``"with status 1"`` or ``"by SIGKILL"``.
+    """Return text on how a process ended, such as ``"ended with status 1"`` or ``"was killed by SIGKILL"``.
 
     :param status: exit status, or the negative number of the signal that ended the process.
     """
     if status >= 0:
-        return f"with status {status}"
+        return f"ended with status {status}"
     with contextlib.suppress(ValueError):
-        return f"by {signal.Signals(-status).name}"
-    return f"by signal {-status}"
+        return f"was killed by {signal.Signals(-status).name}"
+    return f"was killed by signal {-status}"

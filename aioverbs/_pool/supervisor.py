@@ -413,7 +413,7 @@ class Supervisor:
         """
         if worker is not None:
             if key is not None:
-                raise ValueError(f"`worker` and `key` exclude each other, got {worker} and {key!r}: pass one of them")
+                raise ValueError(f"`worker` and `key` are mutually exclusive, got {worker} and {key!r}: pass only one")
             if not 0 <= worker < self.size:
                 raise ValueError(f"`worker` must be in 0..{self.size - 1} for {self.name}, got {worker}")
             return worker
@@ -465,7 +465,7 @@ class Supervisor:
                     self.broken = _death_error(handle, reason, cause)
             calls = list(handle.calls)
         if is_death and (handle.is_ready or handle.counts.deaths > 1):  # else `start` reports it
-            replaced = ", and is replaced" if successor is not None else ""
+            replaced = "; the worker is replaced" if successor is not None else ""
             logger.error("%s: %s%s", self.name, _death_error(handle, reason, cause), replaced)
         for call in calls:
             handle.on_done(call, None, _death_error(handle, reason, cause))
@@ -565,7 +565,7 @@ class Supervisor:
 
     def closed_error(self) -> ClosedResourceError:
         """Return a new `ClosedResourceError` for a call that was cancelled because the pool was closed."""
-        return ClosedResourceError(f"{self.name} was closed before this call ended, and cancelled it")
+        return ClosedResourceError(f"{self.name} was closed before this call ended, which cancelled the call")
 
     def stop(self) -> None:
         """Tell all workers to end, without waiting for their ends. Can be called from any thread."""

@@ -143,7 +143,7 @@ async def test_a_call_that_raises_system_exit_is_an_error(asynchronous: bool) ->
 
     running = asyncio.create_task(asyncio.to_thread(run))
     async with asyncio.timeout(patience(5)):
-        with pytest.raises(BrokenResourceError, match=r"ended <Affinity of .*: SystemExit\(3\)"):
+        with pytest.raises(BrokenResourceError, match=r"<Affinity of .* was ended by .*: SystemExit\(3\)"):
             await run_on_owner(owner, leave if asynchronous else lambda: exit(3))
         assert await running == 3
     await asyncio.to_thread(loop.close)

@@ -438,7 +438,7 @@ async def test_a_call_fails_when_its_owner_ends() -> None:
         task = asyncio.create_task(run_on_owner(elsewhere.owner, stay))
         await asyncio.to_thread(started.wait, 30)
         elsewhere.stop()  # asyncio.run cancels the remaining tasks
-        with pytest.raises(BrokenResourceError, match="cancelled the call that was sent there"):
+        with pytest.raises(BrokenResourceError, match="cancelled the call that was sent to it"):
             await task
     with pytest.raises(AffinityError, match=r"has ended|is closed"):
         await run_on_owner(elsewhere.owner, stay)

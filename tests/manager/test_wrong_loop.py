@@ -95,12 +95,12 @@ async def test_a_block_of_messages_is_entered_once(device: Device) -> None:
         block = srq.messages(pool)
         async with block:
             pass
-        with pytest.raises(RuntimeError, match="can be entered only once: make another one"):
+        with pytest.raises(RuntimeError, match="can be entered only once: make a new one"):
             await block.__aenter__()
         failed = srq.messages(pool, low=99)
         with pytest.raises(ValueError, match="low"):
             await failed.__aenter__()
-        with pytest.raises(RuntimeError, match="can be entered only once: make another one"):
+        with pytest.raises(RuntimeError, match="can be entered only once: make a new one"):
             await failed.__aenter__()
 
 
@@ -196,12 +196,12 @@ async def test_leaving_a_block_of_a_connection_is_refused_on_other_loops(
         listening(domain) as listener,
     ):
         block = connect(HOST, listener.port, domain=domain, settings=SMALL)
-        with pytest.raises(RuntimeError, match="in no block"):
+        with pytest.raises(RuntimeError, match="not in a block"):
             await block.__aexit__(None, None, None)
         near = await block.__aenter__()
         far = await listener.accept()
         await refused(lambda: block.__aexit__(type(error) if error else None, error, None))
-        with pytest.raises(RuntimeError, match="in a block already"):
+        with pytest.raises(RuntimeError, match="already in a block"):
             await block.__aenter__()
         await near.send(b"still open")
         assert await far.receive() == b"still open"
@@ -243,7 +243,7 @@ async def test_event_iterators_refuse_other_loops(device: Device, waits: bool) -
 
 
 async def test_leaving_a_block_that_was_not_entered(device: Device) -> None:
-    with pytest.raises(RuntimeError, match="is in no block"):
+    with pytest.raises(RuntimeError, match="is not in a block"):
         await device.loop_domain().__aexit__(None, None, None)
     async with (
         device.resource_domain() as domain,
@@ -251,12 +251,12 @@ async def test_leaving_a_block_that_was_not_entered(device: Device) -> None:
         domain.buffer_pool(64, 4) as pool,
     ):
         block = srq.messages(pool)
-        with pytest.raises(RuntimeError, match="is in no block"):
+        with pytest.raises(RuntimeError, match="is not in a block"):
             await block.__aexit__(None, None, None)
         async with block:
-            with pytest.raises(RuntimeError, match="another one for each block"):
+            with pytest.raises(RuntimeError, match="new one for each block"):
                 await block.__aenter__()
-        with pytest.raises(RuntimeError, match="another one for each block"):
+        with pytest.raises(RuntimeError, match="new one for each block"):
             await block.__aenter__()
 
 

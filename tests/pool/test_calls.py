@@ -123,7 +123,7 @@ async def test_calls_go_round_robin_unless_worker_or_key_is_given(pool: WorkerPo
     for wrong in (-1, 3):
         with pytest.raises(ValueError, match=r"`worker` must be in 0\.\.2 for"):
             await pool.run(number, worker=wrong)
-    with pytest.raises(ValueError, match="exclude each other"):
+    with pytest.raises(ValueError, match="are mutually exclusive"):
         await pool.run(number, worker=1, key="a")
     with pytest.raises(TypeError, match="`key` must be a string"):
         await pool.run(number, key=cast(Any, ()))
@@ -219,7 +219,7 @@ async def test_a_function_cancelled_on_its_worker_raises_broken_resource_error(p
         task.cancel()
         await asyncio.sleep(30)
 
-    with pytest.raises(BrokenResourceError, match=r"<worker 1 of WorkerPool .* cancelled the call that was sent there"):
+    with pytest.raises(BrokenResourceError, match=r"<worker 1 of WorkerPool .* cancelled the call that was sent to it"):
         await pool.run(cancel_myself, worker=1)
 
 

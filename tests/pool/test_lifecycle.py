@@ -109,9 +109,9 @@ async def test_stop_cancels_calls_at_its_deadline_under_load(device: Device, loo
             assert scope.cancelled_caught
     assert (ended, worker_threads(), pool.state) == (["ended"] * 3, [], ResourceState.CLOSED)
     # Calls in flight at the deadline, if a worker is slow.
-    cut_off = sum("and cancelled it" in why for why in await asyncio.gather(*asking))
+    cut_off = sum("which cancelled the call" in why for why in await asyncio.gather(*asking))
     for each in staying:
-        with pytest.raises(ClosedResourceError, match="was closed before this call ended, and cancelled it"):
+        with pytest.raises(ClosedResourceError, match="was closed before this call ended, which cancelled the call"):
             await each
     assert [worker.calls for worker in pool.statistics().workers] == [0, 0]
     assert sum(worker.cancelled for worker in pool.statistics().workers) == 3 + cut_off
@@ -203,7 +203,7 @@ async def test_closing_names_a_thread_that_does_not_end(device: Device) -> None:
     stuck = pool.start_soon(wait)
     await asyncio.to_thread(begun.wait, 10)
     try:
-        with pytest.raises(BusyResourceError, match=r"do not end: <worker 0 of WorkerPool \d+> with 1 calls"):
+        with pytest.raises(BusyResourceError, match=r"have not ended: <worker 0 of WorkerPool \d+> with 1 calls"):
             await pool.stop(0)
         assert not stuck.done()
         with pytest.raises(ClosedResourceError):
@@ -239,7 +239,7 @@ async def test_tasks_left_by_functions_end_before_the_domain_closes(device: Devi
 async def test_a_device_with_an_open_thread_pool_cannot_be_closed() -> None:
     device = await open_device("soft0").open()
     async with WorkerPool(device, 1):
-        with pytest.raises(BusyResourceError, match="close that there first"):
+        with pytest.raises(BusyResourceError, match="close that resource there first"):
             await device.aclose()
     await device.aclose()
 
@@ -359,7 +359,7 @@ async def test_a_dead_worker_is_reported_and_replaced(
         elsewhere = asyncio.create_task(pool.run(until, go_on.is_set, worker=0))
         thread = await pool.run(threading.get_ident, worker=1)
         await pool.run(number_later, worker=1)
-        with pytest.raises(WorkerDiedError, match="worker 1 of the pool died: its event loop ended by") as caught:
+        with pytest.raises(WorkerDiedError, match="worker 1 of the pool died: its event loop was ended by") as caught:
             await pool.run(CAUSES[cause], worker=1)
         assert (caught.value.worker, caught.value.__cause__ is None) == (1, False)
         for each in others:
@@ -373,7 +373,7 @@ async def test_a_dead_worker_is_reported_and_replaced(
         statistics = pool.statistics()
         assert (statistics.deaths, statistics.workers[1].deaths, statistics.workers[1].failed) == (1, 1, 4)
         assert "worker 1 of the pool died" in caplog.text
-        assert "and is replaced" in caplog.text
+        assert "the worker is replaced" in caplog.text
     assert worker_threads() == []
 
 
@@ -418,7 +418,7 @@ async def test_a_death_breaks_a_pool_that_does_not_replace_workers(
     with pytest.raises(BrokenResourceError, match="is broken: worker 0 of the pool died") as caught:
         await use()
     assert isinstance(caught.value.__cause__, WorkerDiedError)
-    assert (worker_threads(), "and is replaced" in caplog.text) == ([], False)
+    assert (worker_threads(), "the worker is replaced" in caplog.text) == ([], False)
 
 
 async def test_a_worker_that_cannot_be_replaced_breaks_the_pool(device: Device) -> None:

@@ -123,7 +123,7 @@ async def scene(pool, process_id):
     print(last)
 """
 
-DIED = "worker 0 of the pool died: its process ended by SIGKILL"
+DIED = "worker 0 of the pool died: its process was killed by SIGKILL"
 
 # A child runs its copy of the program's loop after the worker has exited, while the program's loop does not run or the
 # program has exited. The child prints whether its loop slept.
@@ -213,7 +213,7 @@ async def use(device: Device) -> None:
     before = descriptors()
     async with WorkerPool(device, 1, processes=True) as pool:
         (first,) = processes(pool)
-        with pytest.raises(WorkerDiedError, match="its process ended by SIGKILL"):
+        with pytest.raises(WorkerDiedError, match="its process was killed by SIGKILL"):
             await pool.run(work.kill_own_process)
         assert await pool.run(os.getpid) != first
     assert descriptors() == before

@@ -114,7 +114,7 @@ async def test_cancellation_before_the_start_and_by_the_function_itself(pool: Wo
     assert await cancelled_before(partial(work.mark, folder, "go on"), pool, stay)
     await blocking.wait()
     assert not (tmp_path / "begun").exists()
-    with pytest.raises(BrokenResourceError, match="cancelled the call that was sent there"):
+    with pytest.raises(BrokenResourceError, match="cancelled the call that was sent to it"):
         await pool.run(work.cancel_own_task)
 
 
@@ -159,7 +159,7 @@ DEATHS: dict[str, tuple[Callable[..., Any], str]] = {
     "exit": (work.exit_worker, "its process ended with status 3"),
     "exit of a coroutine": (work.exit_worker_later, "its process ended with status 3"),
     "its loop is stopped": (work.stop_the_loop, "its process ended with status 1"),
-    "its child lives on": (work.fork_and_die, "its process ended by SIGKILL"),
+    "its child lives on": (work.fork_and_die, "its process was killed by SIGKILL"),
 }
 
 
@@ -188,7 +188,7 @@ async def test_a_dead_worker_is_reported_and_replaced(
     assert await elsewhere == "go on"
     assert processes(pool)[0] == before[0]
     assert [each.deaths for each in pool.statistics().workers] == [deaths[0], deaths[1] + 1]
-    assert "and is replaced" in caplog.text
+    assert "the worker is replaced" in caplog.text
 
 
 async def test_every_call_ends_when_workers_are_killed_under_load(pool: WorkerPool) -> None:

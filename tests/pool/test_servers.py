@@ -327,7 +327,7 @@ async def test_a_blocked_handler_is_left_to_the_pool(
     if processes:
         await pool.stop(0)
     else:
-        with pytest.raises(BusyResourceError, match="these workers do not end"):
+        with pytest.raises(BusyResourceError, match="these workers have not ended"):
             await pool.stop(0)
         work.mark(str(tmp_path), "go on")
         await until(lambda: not pool._supervisor.has_workers())

@@ -254,7 +254,7 @@ async def test_objects_of_another_loop_keep_domains_open(device: Device, shim: S
 
         other = asyncio.create_task(asyncio.to_thread(asyncio.run, own()))
         assert await asyncio.to_thread(ready.wait, 60)
-        with pytest.raises(BusyResourceError, match="close that there first"):
+        with pytest.raises(BusyResourceError, match="close that resource there first"):
             await pd.aclose()
         assert shim.alive() == {"tds": 1, "parents": 1}
         done.set()

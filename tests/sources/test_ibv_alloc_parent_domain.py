@@ -141,7 +141,7 @@ async def test_the_allocator_must_be_an_allocator(device: Device) -> None:
     async with device.protection_domain() as pd:
         given: Any
         for given in ("x", 0, ArenaAllocator):
-            message = f"^allocator must have the methods of aioverbs.Allocator, not be {re.escape(repr(given))}$"
+            message = f"^allocator must have the methods of aioverbs.Allocator, got {re.escape(repr(given))}$"
             with pytest.raises(TypeError, match=message):
                 pd.parent_domain(allocator=given)
             with pytest.raises(TypeError, match=message):

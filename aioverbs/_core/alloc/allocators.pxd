@@ -13,4 +13,4 @@ cdef class NativeAllocator:
     cdef alloc_free_function free_piece
 
     cdef int _begin(self, void *source) except -1
-    cdef object _failure(self)          # reason of this thread's last failure, an exception; None for none
+    cdef object _failure(self)          # this thread's last failure, an exception; None if there is none

@@ -104,25 +104,25 @@ include "failures.pxi"
 
 
 cdef alloc_source *_source_of(NativeAllocator allocator) except NULL:
-    # Return the allocator's source. Raise TypeError where no constructor of this module made the allocator.
+    # Return the allocator's source. Raise TypeError if the allocator was not made by a constructor of this module.
     if not allocator.source:
         raise TypeError(f"{allocator!r} was not made by one of aioverbs' own classes")
     return <alloc_source *>allocator.source
 
 
 cdef void _warn(size_t pieces) noexcept:
-    # Warn of an allocator dropped with pieces. Where warnings are errors, this one ends in sys.unraisablehook. While
-    # the interpreter ends, globals become None.
+    # Warn that an allocator was dropped while pieces were allocated from it. If warnings are turned into errors, this
+    # one is reported to sys.unraisablehook. While the interpreter shuts down, globals become None.
     if warnings is not None:
         count = f"{pieces} pieces" if pieces > 1 else "a piece"
         warnings.warn(f"an allocator was dropped with {count} allocated: their memory leaks", ResourceWarning)
 
 
 cdef class NativeAllocator:
-    """Allocator whose pieces come from C: providers call it without the GIL.
+    """Base class of the allocators that work in C: providers call them without the GIL.
 
-    An allocated piece keeps its memory valid, whatever happens to the allocator object. The child of a fork finds the
-    allocator empty, as if it were new, and has none of the parent's pieces.
+    An allocated piece stays valid until it is freed, even if the allocator object is dropped. The child of a fork finds
+    the allocator empty, as if it were new, and has none of the parent's pieces.
     """
 
     def __init__(self):
@@ -136,8 +136,9 @@ cdef class NativeAllocator:
                 _warn(kept)
 
     cdef int _begin(self, void *source) except -1:
-        # Each constructor ends here, with its new source, NULL for a failure; a second call of __init__ would lose the
-        # pieces that are allocated. Raises OSError or MemoryError for a failure, RuntimeError for a second call.
+        # Record the allocator's new source; the last step of each constructor. Raise OSError or MemoryError if the
+        # source could not be created, so that `source` is NULL. Raise RuntimeError if __init__ is called again: the
+        # allocated pieces would be lost.
         if not source:
             _raise_failure()
         if self.source:
@@ -149,25 +150,25 @@ cdef class NativeAllocator:
         return 0
 
     cdef object _failure(self):
-        # Return and clear the exception of this thread's last failure; None for none.
+        # Return this thread's last failure as an exception, and clear it; None if there is none.
         return _take_failure()
 
     @property
     def native(self):
-        """Whether providers call the allocator in C, without the GIL; False for a `RecordingAllocator` around an
-        allocator in Python."""
+        """Whether providers call the allocator in C, without the GIL. False only for a `RecordingAllocator` around an
+        allocator written in Python."""
         return self.alloc != NULL
 
     @property
     def c_functions(self):
-        """Addresses, three ints, of the C functions ``alloc`` and ``free`` and of their first argument, for other
-        native code.
+        """Addresses of the C functions ``alloc`` and ``free`` and of their first argument, a tuple of three ints, for
+        other native code.
 
         ``void *alloc(void *self, size_t size, size_t alignment, uint64_t resource_type)`` and ``void free(void *self,
         void *address, uint64_t resource_type)`` behave like the callbacks of ``ibv_alloc_parent_domain``. Any thread
-        may call them, as long as this object lives.
+        may call them as long as this object exists.
 
-        :raises TypeError: the allocator works in Python.
+        :raises TypeError: the allocator calls Python code: `native` is False.
         """
         if not self.alloc:
             raise TypeError(f"{self!r} is an allocator in Python, which has no C functions")
@@ -181,17 +182,21 @@ cdef class NativeAllocator:
         :param resource_type: resource type of ``ibv_alloc_parent_domain``; 0 for a buffer.
         :param pd: the parent domain; ignored.
         :param context: context of the parent domain; ignored.
-        :returns: the address, which the caller passes to `free`; from a `DefaultAllocator` always `USE_DEFAULT`, which
-            is not freed.
+        :returns: the address, an int, which the caller passes to `free`; a `DefaultAllocator` always returns
+            `USE_DEFAULT`, which must not be freed.
         :raises ValueError: `size` or `alignment` is invalid.
-        :raises OSError: there is no such memory; the message says what to do.
-        :raises MemoryError: there is no memory for the allocator's bookkeeping.
+        :raises OSError: no such memory is available; the message says what to do.
+        :raises MemoryError: there is not enough memory for the allocator's bookkeeping.
         """
         _check_request(size, alignment)
         return self._allocate(size, alignment, resource_type)
 
     def _allocate(self, size_t size, size_t alignment, uint64_t resource_type):
-        """Do what `allocate` does, after the check of its arguments."""
+        """Allocate a piece; the caller has checked `size` and `alignment`. Return its address, or `USE_DEFAULT`.
+
+        :raises OSError: no such memory is available.
+        :raises MemoryError: there is not enough memory for the allocator's bookkeeping.
+        """
         cdef alloc_source *source = _source_of(self)
         cdef void *address
         with nogil:
@@ -203,7 +208,7 @@ cdef class NativeAllocator:
         return <uintptr_t>address
 
     def free(self, address, resource_type=0, pd=None, context=None):
-        """Free a piece, once.
+        """Free an allocated piece, once.
 
         :param address: the address that `allocate` returned.
         :param resource_type: the resource type that `allocate` was given.
@@ -214,7 +219,7 @@ cdef class NativeAllocator:
         self._free(address, resource_type)
 
     def _free(self, address, uint64_t resource_type):
-        """Do what `free` does."""
+        """Free the piece at `address`. Raise ValueError if this allocator has no allocated piece there."""
         cdef alloc_source *source = _source_of(self)
         cdef uintptr_t number = address
         cdef int error
@@ -224,8 +229,8 @@ cdef class NativeAllocator:
             raise ValueError(f"{address:#x} is no piece of {self!r}: it never was, or was freed")
 
     def statistics(self):
-        """Return the number of allocated pieces and the memory they take now, a new `AllocatorStatistics`. Sizes are in
-        bytes."""
+        """Return a new `AllocatorStatistics`: the number of pieces that are allocated now, and the memory that they
+        take in bytes."""
         cdef alloc_source *source = _source_of(self)
         cdef alloc_counts counts
         with nogil:
@@ -241,7 +246,7 @@ cdef class NativeAllocator:
 
 
 def _check_request(size, alignment):
-    """Raise ValueError where an argument of `NativeAllocator.allocate` is out of range."""
+    """Raise ValueError if `size` is less than 1 or `alignment` is not a power of two."""
     if size < 1:
         raise ValueError(f"`size` must be at least 1, got {size}")
     if alignment < 1 or alignment & (alignment - 1):
@@ -249,7 +254,7 @@ def _check_request(size, alignment):
 
 
 cdef alloc_source *_native_source(NativeAllocator inner) except NULL:
-    # Return the source of an allocator that works in C. Raise TypeError for another.
+    # Return the source of an allocator that works in C. Raise TypeError if `inner` calls Python code.
     if not inner.alloc:
         raise TypeError(f"{inner!r} is an allocator in Python: pass one that works in C")
     return <alloc_source *>inner.source

@@ -1,7 +1,7 @@
 # Part of allocators.pyx: error messages for failed allocations, which say what to do.
 
 def _format_bytes(size):
-    """Return text of a size in bytes, in the largest unit that divides it, such as "2 MiB"."""
+    """Return a size in bytes as text, in the largest unit that divides it, such as "2 MiB"."""
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if size >= unit and size % unit == 0:
             return f"{size // unit} {name}"
@@ -9,13 +9,13 @@ def _format_bytes(size):
 
 
 def _huge_page_sizes():
-    """Return a list of the sizes of huge pages that this kernel has, in bytes, ascending; empty for none."""
+    """Return the sizes in bytes of the huge pages that this kernel has, an ascending list; empty if it has none."""
     names = glob.glob("/sys/kernel/mm/hugepages/hugepages-*kB")
     return sorted(int(name.rpartition("-")[2].removesuffix("kB")) << 10 for name in names)
 
 
 def _default_huge_page_size():
-    """Return the size in bytes of the pages that /proc/sys/vm/nr_hugepages counts: 2 MiB on x86; 0 if it is unknown."""
+    """Return the size in bytes of the huge pages that /proc/sys/vm/nr_hugepages counts (2 MiB on x86); 0 if unknown."""
     try:
         with open("/proc/meminfo") as lines:
             for line in lines:
@@ -27,7 +27,10 @@ def _default_huge_page_size():
 
 
 def _huge_pages_error_text(error, size, page_size):
-    """Return the message for a failure to map `size` bytes of huge pages, with the errno `error`: what to do."""
+    """Return an error message that says what to do: `size` bytes of huge pages could not be mapped, with errno `error`.
+
+    :param page_size: size of a huge page in bytes.
+    """
     if error == EINVAL:
         sizes = ", ".join(map(_format_bytes, _huge_page_sizes())) or "none"
         return f"this kernel has no huge pages of {_format_bytes(page_size)}; it has: {sizes}"
@@ -44,7 +47,7 @@ def _huge_pages_error_text(error, size, page_size):
 
 
 def _bind_error_text(error, node):
-    """Return the message for a failure to bind memory to a NUMA node, with the errno `error`."""
+    """Return an error message: memory could not be bound to the NUMA node with number `node`, with errno `error`."""
     if error in (ENOSYS, EOPNOTSUPP):
         return "this kernel cannot bind memory to a NUMA node"
     if error == EPERM:
@@ -53,7 +56,7 @@ def _bind_error_text(error, node):
 
 
 cdef object _take_failure():
-    # Return and clear this thread's last failure, a MemoryError or OSError to raise; None for none.
+    # Return this thread's last failure, a MemoryError or OSError to raise, and clear it; None if there is none.
     cdef alloc_failure failure = alloc_last_failure()[0]
     if failure.step == ALLOC_NOTHING:
         return None
@@ -80,5 +83,5 @@ cdef object _take_failure():
 
 
 cdef int _raise_failure() except -1:
-    # Raise this thread's last failure; MemoryError where none is recorded.
+    # Raise this thread's last failure; raise MemoryError if none is recorded.
     raise _take_failure() or MemoryError()

@@ -4,7 +4,7 @@
 cdef class DefaultAllocator(NativeAllocator):
     """Allocator that leaves all memory to the provider: ``allocate`` returns `USE_DEFAULT`.
 
-    For a `RecordingAllocator` around it, which records what a provider allocates.
+    Meant as the inner allocator of a `RecordingAllocator`, which then records what a provider allocates.
     """
 
     def __init__(self):
@@ -13,9 +13,9 @@ cdef class DefaultAllocator(NativeAllocator):
 
 @cython.final
 cdef class SharedPageAllocator(NativeAllocator):
-    """Allocator of anonymous shared pages with ``MADV_DONTFORK``: one mapping for each piece.
+    """Allocator of anonymous shared pages with ``MADV_DONTFORK``, with a separate mapping for each piece.
 
-    A piece takes at least one page; an `ArenaAllocator` puts small pieces together.
+    A piece takes at least one page; an `ArenaAllocator` packs small pieces together.
     """
 
     def __init__(self):
@@ -24,23 +24,24 @@ cdef class SharedPageAllocator(NativeAllocator):
 
 @cython.final
 cdef class SharedMemoryAllocator(NativeAllocator):
-    """Allocator of memory in a shared protection domain, which queue pairs of all its processes reach.
+    """Allocator of memory in a shared protection domain, which the queue pairs of all its processes can access.
 
-    Made by `ProtectionDomain.shared_memory`. A piece takes at least 64 KiB of addresses, but only the pages that are
-    touched; an `ArenaAllocator` puts small pieces together. Pieces of a process return to the other processes when it
-    dies. The child of a fork has none of the memory and cannot allocate: import the domain there.
+    Made by `ProtectionDomain.shared_memory`. A piece takes at least 64 KiB of address space, but physical memory only
+    for the pages that are accessed; an `ArenaAllocator` packs small pieces together. When a process dies, its pieces
+    become free for the other processes. The child of a fork has none of the memory and cannot allocate: import the
+    domain there.
 
     :param area: capsule from the protection domain.
-    :raises ValueError: `area` is another object.
+    :raises ValueError: `area` is not such a capsule.
     """
 
     def __init__(self, area):
         self._begin(alloc_area_create(<const alloc_area *>PyCapsule_GetPointer(area, "aioverbs.alloc_area")))
 
     def close(self):
-        """Allocate nothing more, as when the protection domain is closed; the memory goes with its last piece.
+        """Stop allocating, as happens when the protection domain is closed. The memory is released with its last piece.
 
-        Allocated pieces stay valid, and can be freed. From here on `allocate` raises OSError.
+        Allocated pieces stay valid and can still be freed. From now on, `allocate` raises OSError.
         """
         cdef alloc_source *source = _source_of(self)
         with nogil:
@@ -54,8 +55,9 @@ cdef class NumaAllocator(NativeAllocator):
     Inside an `ArenaAllocator`, small pieces share pages.
 
     :param node: number of the NUMA node.
-    :param strict: whether `allocate` raises OSError where the kernel cannot take pages from the node alone. Otherwise
-        pages come from the node while it has some; ``statistics().bound_bytes`` tells whether the kernel bound them.
+    :param strict: whether `allocate` raises OSError if the kernel cannot take all pages from this node. If False, pages
+        come from the node as long as it has free ones; ``statistics().bound_bytes`` tells whether the kernel bound
+        them.
     :raises ValueError: `node` is out of range.
     """
 
@@ -74,14 +76,14 @@ cdef class NumaAllocator(NativeAllocator):
 cdef class ArenaAllocator(NativeAllocator):
     """Allocator that serves many small and large pieces from few mappings.
 
-    Small pieces share chunks. There each takes a power of two of bytes, at least a cache line, so that 8-byte doorbell
-    records that different processors write do not slow each other down. A piece of more than half a chunk has pages of
-    its own. Freed memory is used again, zeroed; a chunk without pieces is freed, except for one.
+    Small pieces share chunks. The size of each is rounded up to a power of two of at least one cache line, so that
+    8-byte doorbell records written by different processors do not slow each other down. A piece larger than half a
+    chunk has pages of its own. Freed memory is zeroed and used again; chunks without pieces are freed, except for one.
 
-    :param inner: allocator of chunks and large pieces; None: a `SharedPageAllocator`.
+    :param inner: allocator of chunks and large pieces; None for a new `SharedPageAllocator`.
     :param chunk_bytes: size of a chunk, a power of two from 4 KiB to 1 GiB.
     :raises ValueError: `chunk_bytes` is out of range.
-    :raises TypeError: `inner` works in Python, or is no allocator of this module.
+    :raises TypeError: `inner` calls Python code, or is not an allocator of this module.
     """
 
     cdef readonly NativeAllocator inner
@@ -98,8 +100,8 @@ cdef class ArenaAllocator(NativeAllocator):
 
 
 cdef alloc_source *_arena_over(alloc_source *under, size_t chunk_bytes, size_t unit_bytes) noexcept:
-    # Return an arena on a source that has no other user, and that the arena owns from here on; NULL where either could
-    # not be made.
+    # Return an arena on top of `under`, which has no other user and is then owned by the arena; NULL if `under` is NULL
+    # or the arena could not be made.
     cdef alloc_source *arena
     if not under:
         return NULL
@@ -109,8 +111,8 @@ cdef alloc_source *_arena_over(alloc_source *under, size_t chunk_bytes, size_t u
 
 
 cdef alloc_source *_huge_tier(size_t page_bytes) noexcept:
-    # Return a new source of pieces in huge pages; NULL where there is no memory for it. Pieces of a few bytes must not
-    # make the bookkeeping of a whole 1 GiB page as fine as their size.
+    # Return a new source of pieces in huge pages; NULL if there is not enough memory for it. Pieces of a few bytes must
+    # not make the bookkeeping of a whole 1 GiB page as fine as their size.
     cdef alloc_source *pages = alloc_pages_create(page_bytes, ALLOC_ANY_NODE, True)
     pages = _arena_over(pages, max(page_bytes, <size_t>TWO_MIB), HUGE_UNIT_BYTES)
     return _arena_over(pages, CHUNK_BYTES, UNIT_BYTES)
@@ -120,12 +122,13 @@ cdef alloc_source *_huge_tier(size_t page_bytes) noexcept:
 cdef class HugePageAllocator(NativeAllocator):
     """Allocator of huge pages (``MAP_HUGETLB``), which pieces share as in an `ArenaAllocator`.
 
-    Few entries of the translation tables of processor and NIC then cover much memory.
+    With huge pages, few entries in the translation tables of the processor and the NIC cover a lot of memory.
 
     :param page_bytes: size of a page in bytes: 2 MiB, 1 GiB, or another size that the machine has.
-    :param strict: whether `allocate` raises OSError if no huge page is free. Otherwise such a piece comes from smaller
-        pages: 2 MiB instead of 1 GiB, then base pages; ``statistics().huge_bytes`` tells how much is in huge pages.
-    :raises ValueError: no machine has huge pages of that size.
+    :param strict: whether `allocate` raises OSError if no huge page is free. If False, the piece comes from smaller
+        pages instead: 2 MiB instead of 1 GiB, then base pages; ``statistics().huge_bytes`` tells how much is in huge
+        pages.
+    :raises ValueError: `page_bytes` is not a power of two from 64 KiB to 16 GiB.
     """
 
     cdef readonly size_t page_bytes

@@ -2,9 +2,11 @@
 
 @cython.final
 cdef class RecordingAllocator(NativeAllocator):
-    """Allocator that passes all calls to another allocator, native or in Python, and records them by resource type.
+    """Allocator that passes all calls to another allocator, native or written in Python, and records them by resource
+    type.
 
-    :param inner: the allocator to call. Where it works in Python, so does this one: `native` is False.
+    :param inner: the allocator to call. If it is written in Python, providers call this one in Python as well: `native`
+        is False.
     """
 
     cdef readonly object inner
@@ -19,18 +21,19 @@ cdef class RecordingAllocator(NativeAllocator):
         self.inner = inner
 
     def allocate(self, size, alignment, resource_type=0, pd=None, context=None):
-        """Allocate from the inner allocator, and record the result.
+        """Allocate a piece from the inner allocator and record the result.
 
         :param size: size in bytes, at least 1.
         :param alignment: alignment in bytes, a power of two; the address is a multiple of it.
         :param resource_type: resource type of ``ibv_alloc_parent_domain``; 0 for a buffer.
-        :param pd: the parent domain, for an inner allocator in Python; None for a buffer.
-        :param context: context of the parent domain, for an inner allocator in Python.
-        :returns: the inner allocator's result: an address, which the caller passes to `free`, or `USE_DEFAULT`; from an
-            allocator in Python also None.
+        :param pd: the parent domain, for an inner allocator written in Python; None for a buffer.
+        :param context: context of the parent domain, for an inner allocator written in Python.
+        :returns: the inner allocator's result: an address, which the caller passes to `free`, or `USE_DEFAULT`. An
+            allocator written in Python may also return None, which means that it has no memory.
         :raises ValueError: `size` or `alignment` is invalid, or the inner allocator returns an address that is in use.
-        :raises OSError: the inner allocator has no such memory. Exceptions of an allocator in Python are raised, too.
-        :raises MemoryError: there is no memory for the record; nothing is allocated.
+        :raises OSError: the inner allocator has no such memory. Exceptions of an allocator written in Python are raised
+            unchanged.
+        :raises MemoryError: there is not enough memory for the record; nothing is allocated.
         """
         if self.alloc:
             return NativeAllocator.allocate(self, size, alignment, resource_type, pd, context)
@@ -52,27 +55,31 @@ cdef class RecordingAllocator(NativeAllocator):
         return address
 
     def _note(self, uintptr_t address, size_t size, uint64_t resource_type):
-        """Record a piece. Return 0, EEXIST where a piece is recorded at the address, or ENOMEM."""
+        """Record the piece of `size` bytes that the inner allocator returned at `address`.
+
+        :returns: 0; EEXIST if a piece is already recorded at that address; ENOMEM if there is not enough memory.
+        """
         return alloc_recording_note(_source_of(self), <void *>address, size, resource_type)
 
     def free(self, address, resource_type=0, pd=None, context=None):
-        """Free a piece, once, in the inner allocator.
+        """Free an allocated piece, once, in the inner allocator.
 
         :param address: the address that `allocate` returned.
         :param resource_type: the resource type that `allocate` was given.
-        :param pd: the parent domain, for an inner allocator in Python.
-        :param context: context of the parent domain, for an inner allocator in Python.
-        :raises ValueError: no allocated piece at `address` came through this allocator.
+        :param pd: the parent domain, for an inner allocator written in Python.
+        :param context: context of the parent domain, for an inner allocator written in Python.
+        :raises ValueError: no piece at `address` is allocated through this allocator. Exceptions of an inner allocator
+            written in Python are raised unchanged.
         """
         self._free(address, resource_type)
         if not self.alloc:
             self.inner.free(address, resource_type, pd, context)
 
     def usage(self):
-        """Return current and past use by resource type: a read-only mapping of `ResourceKind` to `AllocatorUsage`.
+        """Return how much was allocated, now and in the past, for each kind of resource.
 
-        The mapping is a snapshot; kinds are in the order in which they were first allocated. It is empty before the
-        first allocation.
+        :returns: a read-only mapping of `ResourceKind` to `AllocatorUsage`, in the order in which the kinds were first
+            allocated. It is a snapshot, and empty before the first allocation.
         """
         cdef alloc_source *source = _source_of(self)
         cdef alloc_usage *usages = NULL

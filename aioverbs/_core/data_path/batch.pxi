@@ -6,14 +6,15 @@ cdef enum:
 
 @cython.final
 cdef class Batch(SendVerbs):
-    """A batch of requests: one doorbell, one completion, one await. Made by `QueuePair.batch`.
+    """Batch of requests with one doorbell, one completion and one await. Made by `QueuePair.batch`.
 
-    The methods are those of the queue pair. The operations that they return are not awaited themselves: their
-    ``result()`` is valid when the batch is done. Until the batch is posted, no request is in flight and no memory is
-    pinned.
+    Its methods are the send verbs of the queue pair, and each adds a request to the batch. The operations that they
+    return cannot be awaited; their ``result()`` is valid when the batch is done. Until the batch is posted, no request
+    is in flight and no memory is pinned.
 
-    ``async with queue_pair.batch() as batch`` gives the batch, and posts and awaits it at the end of the block: see
-    `post` for the errors. Nothing is posted where the block raises, the batch is empty, or it was posted in the block.
+    ``async with queue_pair.batch() as batch`` provides the batch, and posts and awaits it at the end of the block; see
+    `post` for the errors. Nothing is posted at the end if the block raised, if the batch is empty, or if the block has
+    already posted it.
     """
 
     cdef list elements
@@ -49,7 +50,8 @@ cdef class Batch(SendVerbs):
         return f"<Batch of {len(self.elements)} for {self._requests.handle!r}>"
 
     cdef request *_place_for(self, request *wr) except NULL:
-        # Return where to build the next request: in the batch's own memory, not in `wr`. Raise as `_grow` does.
+        # Return the place in which to build the next request: in the batch's own memory, not in `wr`. Raise the errors
+        # of `_grow`.
         cdef request *place
         if self.operation is None and self.count < self.capacity:
             place = &self.requests[self.count]
@@ -59,8 +61,8 @@ cdef class Batch(SendVerbs):
         return place
 
     cdef request *_grow(self) except NULL:
-        # Make room for more requests, and return the next place. Raise RuntimeError where the batch was posted,
-        # ValueError where it is full.
+        # Make room for more requests and return the place of the next one. Raise RuntimeError if the batch was posted,
+        # ValueError if it is full.
         cdef request *larger
         cdef Py_ssize_t capacity = min(2 * self.capacity + INITIAL_CAPACITY, SLOTS_ELEMENTS)
         if self.operation is not None:
@@ -92,27 +94,28 @@ cdef class Batch(SendVerbs):
         return 0
 
     def post(self):
-        """Post all requests of the batch, once. Where the send queue lacks places, the batch waits for them.
+        """Post all requests of the batch, once. If the send queue has too few free places, the batch waits for them.
 
-        :returns: an `Operation` that completes when all requests have. Awaiting it returns None, and raises
-            `BatchError` where requests failed, which names the first failure and the outcome of each request.
+        :returns: an `Operation` that completes when all requests have completed. Awaiting it returns None; if requests
+            failed, it raises a `BatchError` that names the first failure and contains the outcome of each request.
         :raises ValueError: the batch is empty, or has more requests than the send queue has places.
         :raises RuntimeError: the batch was posted before.
         :raises ClosedResourceError: the queue pair, or memory of a request, is closed. See `SendVerbs` for further
-            errors. After each error nothing was posted.
+            errors. If any error is raised, nothing is posted.
         """
         return self._post(False)
 
     def post_nowait(self):
-        """Post the batch as `post` does, with its errors, but never wait for places in the send queue.
+        """Post the batch as `post` does, but never wait for places in the send queue.
 
         :returns: the posted `Operation`.
-        :raises anyio.WouldBlock: the send queue lacks places for all requests; nothing was posted.
+        :raises anyio.WouldBlock: the send queue has too few free places for all requests; nothing is posted. Other
+            errors are those of `post`.
         """
         return self._post(True)
 
     cdef Operation _post(self, bint nowait):
-        # Do what `post` does, or `post_nowait`.
+        # Do the work of `post`, or of `post_nowait` if `nowait` is set.
         cdef section within
         cdef QpWorkState requests = _begin_posting(self, "ibv_post_send", &within)
         cdef Operation operation
@@ -142,7 +145,8 @@ cdef class Batch(SendVerbs):
         return operation
 
     cdef int _pin(self) except -1:
-        # Pin the memory of all requests, or of none.
+        # Pin the memory of all requests. If the memory of one of them is closed, pin none and raise
+        # ClosedResourceError.
         cdef _Run run
         cdef Py_ssize_t pinned = 0
         try:
@@ -160,13 +164,16 @@ cdef class Batch(SendVerbs):
         return self
 
     async def __aexit__(self, kind, error, traceback):
-        """Post the batch and await it, unless the block raised, the batch is empty, or it was posted before."""
+        """Post the batch and await it, unless the block raised, the batch is empty, or it was posted before.
+
+        :raises BatchError: requests failed. Other errors are those of `post`.
+        """
         if kind is None and self.elements and self.operation is None:
             await self.post()
 
 
 cdef int _number_elements(Operation batch) noexcept:
-    # Put the index of each request into its wr_id, which its completion then names.
+    # Put the index of each request into its wr_id, so that its completion identifies the request.
     cdef uint32_t at
     for at in range(batch.requests):
         batch.extra.requests[at].send.wr_id = slots_with_element(batch.wr_id, at)
@@ -189,7 +196,7 @@ cdef int _batch_refused(Operation batch, request *wr, v.ibv_send_wr *bad, int er
 
 
 cdef bint _element_completed(Operation batch, v.ibv_wc *wc) except -1:
-    # Return whether this was the completion of the last request.
+    # Record the completion of one of the batch's requests. Return whether it was the last request.
     cdef _Extra extra = batch.extra
     cdef uint32_t index = slots_element(wc.wr_id)
     cdef Operation element = <Operation>extra.elements[index]
@@ -203,8 +210,8 @@ cdef bint _element_completed(Operation batch, v.ibv_wc *wc) except -1:
 
 
 cdef int _end_elements(Operation batch) except -1:
-    # Complete the elements, with their results or the batch's failure. Results of atomics are in scratch memory that is
-    # reused soon.
+    # Complete the elements, with their results or the batch's failure. The results of atomic requests are in scratch
+    # memory, which is soon reused.
     cdef Operation element
     for each in batch.extra.elements:
         element = <Operation>each

@@ -12,26 +12,26 @@ cdef inline bint _is_bound(Affinity owner) noexcept:
 
 
 cdef bint _owner_gone(Handle handle) except -1:
-    # Whether the owner that could be disturbed is gone: the handle is closed, or the owner's loop or thread has ended.
+    # Whether there is no owner left to be disturbed: the handle is closed, or the owner's loop or thread has ended.
     return handle.closed or (handle.affinity is not None and handle.affinity.orphaned)
 
 
 @cython.final
 cdef class CqDispatcher:
-    """Dispatcher of the completions of one completion queue: polls it, and wakes the tasks that await operations. An
-    opening `CompletionQueue` of the layer above makes it.
+    """Dispatcher of the completions of one completion queue: polls it and wakes the tasks that await operations. Made
+    by a `CompletionQueue` of the layer above when it opens.
 
     The home loop is the event loop that watches the completion channel. The method `_turn` runs there. While
     completions arrive, `_turn` runs in every turn of the loop and polls without an event. After a turn without
     completions `_turn` arms the queue (``ibv_req_notify_cq``), polls once more, and the loop sleeps until the channel's
-    descriptor is readable. This goes on while requests are in flight, awaited or not, so that their places and pins are
-    released:
+    descriptor is readable. This continues as long as requests are in flight, awaited or not, so that their places and
+    pins are released:
 
         completions found        -> run again in the next turn
         none found, not armed    -> arm, poll once more
         none found, armed        -> sleep until the channel is readable
 
-    A task that awaits an operation polls first, and spins as the message model says.
+    A task that awaits an operation first polls by itself, and spins (polls for some time) if the message model says so.
 
     In the child of a fork, a loop of the parent may continue to run (`asyncio.run` allows that after a SystemExit) and
     call what the parent scheduled. The dispatcher does nothing there: the objects are the parent's. The dispatcher does
@@ -40,12 +40,12 @@ cdef class CqDispatcher:
     :param handle: the completion queue, with a completion channel.
     :param loop: the home loop, which watches the channel.
     :param home: affinity of the home loop.
-    :param model: 0 sleeps, 1 spins, 2 polls; see the enumeration above.
+    :param model: message model: 0 sleeps, 1 spins, 2 polls; see the enumeration above.
     :param spin_ns: time in nanoseconds that awaits may spin in one turn of the loop.
     """
 
     cdef readonly CompletionQueue handle
-    cdef readonly object loop           # home loop; None: no loop watches the channel any more
+    cdef readonly object loop           # home loop; None if no loop watches the channel any longer
     cdef readonly Affinity home
     cdef slots slots
     cdef int model
@@ -70,7 +70,7 @@ cdef class CqDispatcher:
     cdef readonly object error          # error of the completion queue
     cdef bint device_removed            # whether DEVICE_FATAL reported the device lost
     cdef readonly uint64_t completions
-    cdef readonly uint64_t late         # completions of objects that do not exist any more
+    cdef readonly uint64_t late         # completions of objects that no longer exist
     cdef readonly uint64_t wakeups
     cdef readonly uint64_t spins
     cdef readonly uint64_t spins_paid
@@ -98,14 +98,14 @@ cdef class CqDispatcher:
         slots_end(&self.slots)
 
     cdef PyObject *_section(self) noexcept:
-        # Return the object whose section protects this one; NULL where only the owner's thread uses this one.
+        # Return the object whose section protects this one; NULL if only the owner's thread uses this one.
         return _section_of_all if FREE_THREADED and self.any_thread else NULL
 
     # ---- Waiting
 
     cdef int _need_turn(self) except -1:
-        # Schedule `_turn` on the home loop, unless it is scheduled. Called by any thread. An armed queue wakes its home
-        # loop by an event.
+        # Schedule `_turn` on the home loop, unless it is already scheduled. Can be called from any thread. An armed
+        # queue wakes its home loop through an event.
         if self.turn_scheduled or self.loop is None:
             return 0
         if not self.any_thread or self.home.owns():
@@ -123,7 +123,8 @@ cdef class CqDispatcher:
         return 0
 
     def _turn(self):
-        """Poll and dispatch on the home loop, at most once in a turn of the loop."""
+        """Poll for completions and dispatch them, on the home loop. `_need_turn` schedules this at most once for each
+        turn."""
         cdef section within
         section_enter(&within, self._section())
         try:
@@ -132,7 +133,7 @@ cdef class CqDispatcher:
             section_leave(&within)
 
     cdef int _run_turn(self) except -1:
-        # Do what `_turn` does, in the section. A VerbsError breaks the queue.
+        # Do the work of `_turn` in the section. A VerbsError is not raised, but breaks the queue.
         self.turn_scheduled = False
         if self.loop is None or self.handle._is_inherited():
             return 0
@@ -149,8 +150,11 @@ cdef class CqDispatcher:
         return 0
 
     def readable(self):
-        """Take an event of the completion channel and dispatch completions, on the home loop. A verb that fails breaks
-        the queue, as `broke` does, and is not raised."""
+        """Take an event from the completion channel, then poll for completions and dispatch them.
+
+        The home loop calls this when the channel is readable. If a verb fails, its error is not raised, but breaks the
+        queue as described for `broke`.
+        """
         cdef section within
         section_enter(&within, self._section())
         try:
@@ -159,13 +163,13 @@ cdef class CqDispatcher:
             section_leave(&within)
 
     cdef int _read(self) except -1:
-        # Do what `readable` does, in the section.
+        # Do the work of `readable` in the section.
         if self.loop is None or self.handle._is_inherited():
             return 0
         self.wakeups += 1
         try:
-            # An armed queue raises a single event; for further events the loop would call again. There is none where a
-            # peer of the software device woke the loop, whose request was then executed.
+            # An armed queue raises a single event; for further events the loop would call again. There is no event if a
+            # peer of the software device woke the loop to have the peer's request executed.
             if self.handle.channel.get_event() is None:
                 self.wakeups -= 1
                 return 0
@@ -181,9 +185,9 @@ cdef class CqDispatcher:
         return self._run_turn()
 
     def acknowledge(self):
-        """Acknowledge the events taken so far (``ibv_ack_cq_events``). Do nothing where there are none.
+        """Acknowledge the events that were taken and not yet acknowledged (``ibv_ack_cq_events``), if there are any.
 
-        :raises ClosedResourceError: events are left, and the queue is destroyed.
+        :raises ClosedResourceError: there are such events, but the queue is destroyed.
         :raises ConcurrentAccessError: another thread is inside a verb of the same thread domain.
         """
         if self.unacknowledged:
@@ -191,7 +195,8 @@ cdef class CqDispatcher:
             self.unacknowledged = 0
 
     cdef int _wait(self) except -1:
-        # Post what waits, dispatch, and see to it that the next completion is found: arm, or schedule another turn.
+        # Post waiting requests, dispatch completions, and make sure that the next completion is found: arm the queue,
+        # or schedule another turn.
         cdef int found
         self._flush()
         found = self._drain(MAX_DRAIN)
@@ -200,14 +205,14 @@ cdef class CqDispatcher:
         if found or (self.model == POLLS and self.awaited):
             return self._need_turn()
         if not self.armed:
-            # Completions from here on raise an event; earlier ones are polled now.
+            # Completions from now on raise an event; earlier ones are polled now.
             self._arm()
             if self._drain(MAX_DRAIN):
                 return self._need_turn()
         return 0
 
     cdef int _arm(self) except -1:
-        # Request an event for the next completion. Raise VerbsError where that fails.
+        # Request an event for the next completion. Raise VerbsError if the verb fails.
         cdef int error
         self.handle._use("ibv_req_notify_cq")
         error = v.verbs_req_notify_cq(self.handle.pointer, 0)
@@ -228,12 +233,13 @@ cdef class CqDispatcher:
             queue._advance()
         while self.refused:
             operation = self.refused.pop()
-            if operation.state != DONE:         # not destroyed with its queue pair meanwhile
+            if operation.state != DONE:         # not destroyed with its queue pair in the meantime
                 operation.queue._retire(operation)
         return self._run_transitions()
 
     cdef int _run_transitions(self) except -1:
-        # Make the pending state changes. Those left by a ConcurrentAccessError, which is raised, stay pending.
+        # Make the pending state changes of queue pairs. Raise ConcurrentAccessError if a thread is inside the thread
+        # domain; the remaining changes then stay pending.
         while self.pending_transitions:
             requests = self.pending_transitions.pop()
             try:
@@ -244,8 +250,8 @@ cdef class CqDispatcher:
         return 0
 
     cdef int _check(self) except -1:
-        # Raise the error of `broken_error` where a completion of work posted now would not be dispatched. Where a loop
-        # owns the queue, that loop is running: its own call came here.
+        # Raise the error of `broken_error` if the completion of a request posted now would not be dispatched. If a loop
+        # owns the queue, that loop is running, because it made this call.
         if (
             self.error is not None
             or self.loop is None
@@ -258,8 +264,8 @@ cdef class CqDispatcher:
     # ---- Polling
 
     cdef int _poll_for(self, Operation operation, bint spins) except -1:
-        # A task awaits or inspects the operation: poll and dispatch, for some time with `spins`. Refuse a caller that
-        # is not the owner by AffinityError, even if the outcome is known.
+        # Poll and dispatch for a task that awaits or inspects the operation; with `spins`, continue for some time.
+        # Raise AffinityError if the caller is not the owner, even if the outcome is known.
         cdef v.ibv_wc wcs[POLL_BATCH]
         cdef int found
         if operation.state != POSTED and operation.state != WAITING:
@@ -294,15 +300,15 @@ cdef class CqDispatcher:
         return poll_take(self.handle.pointer, self.handle.extended_pointer, wanted, wcs)
 
     cdef int _drain(self, int max_completions) except -1:
-        # Poll and dispatch until the queue is empty, or that many completions were dispatched. Return their number; 0,
-        # without polling, during a dispatch.
+        # Poll and dispatch until the queue is empty, or until `max_completions` were dispatched. Return the number of
+        # dispatched completions. During a dispatch, return 0 without polling.
         if self.dispatching:
             self.poll_skipped = True
             return 0
         return self._drain_now(max_completions)
 
     cdef int _drain_now(self, int max_completions) except -1:
-        # Do what `_drain` does, also during a dispatch.
+        # Do the same as `_drain`, but also during a dispatch.
         cdef v.ibv_wc wcs[POLL_BATCH]
         cdef int total = 0, found
         while total < max_completions:
@@ -318,9 +324,9 @@ cdef class CqDispatcher:
         return total
 
     cdef int _spin(self, Operation operation) except -1:
-        # Poll until the operation is done or the turn's spinning time is used up; after a first moment without the GIL.
-        # Where calls of several threads must not overlap (a thread domain of any thread), release the GIL only between
-        # two polls.
+        # Poll until the operation is done or the turn's spinning time is used up; after a first moment, poll without
+        # the GIL. If calls of several threads must not overlap (a thread domain without an owner), release the GIL only
+        # between two polls.
         cdef v.ibv_wc wcs[POLL_BATCH]
         cdef uint64_t began = turn_clock(), now = began, until, end
         cdef bint shared = self.handle.affinity is not None and self.handle.affinity._thread == NULL
@@ -363,8 +369,8 @@ cdef class CqDispatcher:
         return 0
 
     cdef int _poll_failed(self, int found) except -1:
-        # Break the queue because of the negative errno `found`; raise ConcurrentAccessError for overlapping calls. The
-        # software device reports its error; other providers only fail.
+        # Break the queue because of the negative errno `found`; for overlapping calls, raise ConcurrentAccessError
+        # instead. Only the software device reports the actual errno.
         if -found == EBUSY and self.handle.context.software:
             self.handle._check("ibv_poll_cq", EBUSY)
         verb = "ibv_start_poll" if self.handle.extended_pointer != NULL else "ibv_poll_cq"
@@ -372,10 +378,11 @@ cdef class CqDispatcher:
         return 0
 
     cdef int _dispatch_all(self, v.ibv_wc *wcs, int found) except -1:
-        # Dispatch `found` completions, maybe 0. Threads may dispatch at the same time, in any order. Only when the last
-        # of them has finished may a thread poll again; newer completions would otherwise overtake older ones. A poll
-        # skipped meanwhile, the home loop's among them, is repeated then. That also holds where no completion was
-        # found: a completion that came after the skipped poll and before the home loop armed the queue raises no event.
+        # Dispatch `found` completions, possibly 0. Threads may dispatch at the same time, in any order. Only when the
+        # last of them has finished may a thread poll again; newer completions would otherwise overtake older ones.
+        # Polls skipped in the meantime, including those of the home loop, are then repeated. That also holds if no
+        # completion was found: a completion that arrived after the skipped poll and before the home loop armed the
+        # queue raises no event.
         if found > 0:
             self.dispatching += 1
             try:
@@ -391,15 +398,15 @@ cdef class CqDispatcher:
         return 0
 
     cdef inline int _repeat_skipped_poll(self) except -1:
-        # After the last dispatch, have the home loop poll where a poll was skipped.
+        # After the last dispatch, have the home loop poll if a poll was skipped.
         if self.poll_skipped and self.dispatching == 0:
             self.poll_skipped = self.armed = False  # the home loop polls, whether an event will come or not
             self._need_turn()
         return 0
 
     cdef int _dispatch_many(self, v.ibv_wc *wcs, int found) except -1:
-        # These completions were polled and do not come again: an exception, as of a signal handler, must not lose any
-        # of them.
+        # Dispatch each of the completions, even if dispatching one of them raises, for example because of a signal
+        # handler: they have been polled and do not come again. The last exception is then raised.
         cdef int i = 0
         raised = None
         while i < found:
@@ -425,7 +432,7 @@ cdef class CqDispatcher:
             table = queue.slots if queue is not None else NULL
         work = slots_find(table, wc.wr_id) if table != NULL else NULL
         if work == NULL:
-            self.late += 1              # of an object destroyed meanwhile, or of requests posted by other code
+            self.late += 1              # of an object destroyed since then, or of requests posted by other code
             return 0
         operation = <Operation>work
         return operation.queue._completed(operation, wc)
@@ -433,7 +440,13 @@ cdef class CqDispatcher:
     # ---- The end
 
     def drain(self):
-        """Dispatch all completions before the queue ends, even those that overtake a dispatch of another thread."""
+        """Poll for completions and dispatch them until the queue is empty.
+
+        Unlike other polls, this one is not skipped while another thread is dispatching older completions: the queue may
+        be about to end.
+
+        :raises ConcurrentAccessError: another thread is inside a verb of the same thread domain.
+        """
         cdef section within
         section_enter(&within, self._section())
         try:
@@ -443,13 +456,15 @@ cdef class CqDispatcher:
             section_leave(&within)
 
     def broke(self, error, bint gone=False):
-        """Fail all work that completes in this queue, since no completion will arrive any more.
+        """Fail all requests that complete in this queue, because no more completions will arrive.
 
-        First reset the queue pairs that complete here. Until a queue pair is reset, the device may write to the memory
-        of its requests, which stays pinned: a peer's next message would arrive in memory that has been reused.
+        The queue pairs that complete here are reset first. Until a queue pair is reset, the device may write to the
+        memory of its requests, which therefore stays pinned: a peer's next message would otherwise arrive in memory
+        that has been reused. Do nothing if the queue has already failed, unless `gone` is newly True.
 
         :param error: the cause.
-        :param gone: whether the device is lost (DEVICE_FATAL) and does nothing any more; may follow another error.
+        :param gone: whether the device is lost (DEVICE_FATAL) and no longer does anything. This may be reported after
+            another error.
         """
         cdef section within
         section_enter(&within, self._section())
@@ -459,7 +474,7 @@ cdef class CqDispatcher:
             section_leave(&within)
 
     cdef int _break(self, object error, bint gone) except -1:
-        # Do what `broke` does, in the section.
+        # Do the work of `broke` in the section.
         cdef Operation operation
         cdef uint32_t index
         if self.error is not None and (self.device_removed or not gone):
@@ -483,25 +498,28 @@ cdef class CqDispatcher:
         return 0
 
     def broken_error(self):
-        """Return the error, for the caller to raise, of a use of the failed queue: a `BrokenResourceError`, or
-        `DeviceRemovedError` after the device is lost. ``__cause__`` is the queue's error."""
+        """Return the error to be raised when the failed queue is used: a `BrokenResourceError`, or a
+        `DeviceRemovedError` if the device is lost. Its ``__cause__`` is the error that broke the queue."""
         return _broken(f"{self.handle!r} is broken: {self.error or 'no loop watches it any more'}", self.error)
 
     @property
     def watched(self):
-        """Whether a loop still dispatches the completions: the queue has not failed, its home loop is not closed."""
+        """Whether the home loop still dispatches the completions: False if the queue has failed, if that loop is closed
+        or was detached by `let_go`, and in the child of a fork."""
         return (
             self.error is None and self.loop is not None and self.home.loop is self.loop and not self.home.orphaned
             and not self.handle._is_inherited()
         )
 
     def let_go(self):
-        """Stop waking up. Call on the home loop, or where that loop is gone."""
+        """Detach the queue from its home loop, which then no longer dispatches completions. Call on the home loop, or
+        when that loop is gone."""
         self.loop = None
 
 
 cdef int _check_owner(Handle handle) except -1:
-    # Raise AffinityError, ConcurrentAccessError or ForkedProcessError where the handle has an owner that may not call.
+    # Raise AffinityError, ConcurrentAccessError or ForkedProcessError if the handle has an owner and the caller may not
+    # call its verbs now.
     cdef Affinity owner = handle.affinity
     if owner is not None and owner._thread != NULL:
         owner._enter(handle, "ibv_poll_cq")

@@ -10,7 +10,7 @@ Thread safety. Objects with one owner are used by the owner's thread alone, whic
 thread may use are used with the GIL, which this module releases only inside verbs and between two polls; at these
 points, and whenever Python code may run, each object is in a consistent state. Without a GIL, each entry enters one
 critical section that all such objects share (``critical_section.h``), which is released at the same points: see
-`_section`. Exceptions to this rule:
+`_section`. The exceptions to this rule are:
 
 - `InFlightCount`, which any thread changes, whichever thread owns the queue: each counter has a section of its own;
 - the list of operations that wait for a place, since the thread that drops the last reference frees an operation, and
@@ -147,8 +147,8 @@ cdef extern from "data_path/am_send.h":
         PYGEN_RETURN
         PYGEN_NEXT
 
-# The software device executes a request inside the verb that posts it. From this size on that takes longer than
-# releasing and reacquiring the GIL, and other threads may want to run meanwhile.
+# The software device executes a request inside the verb that posts it. For messages of this size or more, that takes
+# longer than releasing and reacquiring the GIL, and other threads may want to run in the meantime.
 cdef uint64_t RELEASE_GIL_BYTES = 1 << 20
 
 _log = logging.getLogger("aioverbs")
@@ -199,8 +199,8 @@ cdef PyObject *_section_of_all = <PyObject *>_of_all
 Py_INCREF(_of_all)                      # outlives the module's variables, which go before the last finalizers run
 
 cdef object _broken(str text, object cause):
-    # Return the error of a broken object, for the caller to raise. Its type, DeviceRemovedError or BrokenResourceError,
-    # tells a removed device from an object that can be recreated.
+    # Return the error of a broken object, for the caller to raise: a DeviceRemovedError if the device was removed, a
+    # BrokenResourceError if the object can be recreated.
     kind = DeviceRemovedError if isinstance(cause, DeviceRemovedError) else BrokenResourceError
     broken = kind(text)
     broken.__cause__ = cause

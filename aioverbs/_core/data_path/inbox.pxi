@@ -7,15 +7,15 @@ cdef extern from "Python.h":
 @cython.final
 cdef class Inbox:
     """Destination of completed receives: an asynchronous iterator over messages, for one task at a time. The method
-    ``messages`` of a queue pair or shared receive queue gives it to the user.
+    ``messages`` of a queue pair or shared receive queue returns it to the user.
 
-    The iterator ends when the queue is closed. The first failed receive is raised once, and ends the iterator. A
-    cancelled task loses no message: the next await gets it.
+    The iterator ends when the queue is closed. The error of the first failed receive is raised once and ends the
+    iterator. No message is lost if a task is cancelled: the next await gets it.
 
     :param queue: queue that the receives are posted to.
-    :param wrap: callable that turns a `Received` into the item to return; None from it drops the item. An exception
-        from it ends the iterator, and breaks the queue pair by a `BrokenResourceError`.
-    :param unused: called with the memory of each failed receive.
+    :param wrap: callable that turns a `Received` into the item to return; if it returns None, the message is dropped.
+        An exception from it ends the iterator with a `BrokenResourceError` and breaks the queue pair.
+    :param unused: callable that takes back the memory of each failed receive.
     """
 
     cdef WorkQueue queue
@@ -23,10 +23,10 @@ cdef class Inbox:
     cdef object unused
     cdef object ready                   # deque of items that no await has taken yet
     cdef object end                     # exception that ended the iterator
-    cdef object end_when_drained        # exception that ends the iterator after the last posted receive; or None
+    cdef object end_when_drained        # exception that ends the iterator after the last posted receive, or None
     cdef Py_ssize_t posted              # number of receives in flight
     cdef object __weakref__             # for the queue's WeakSet
-    cdef Operation pending_next         # the await for the next message; None for none
+    cdef Operation pending_next         # the await for the next message; None if there is none
 
     def __init__(self, WorkQueue queue not None, wrap, unused):
         self.queue = queue
@@ -36,22 +36,23 @@ cdef class Inbox:
         queue._add_inbox(self)
 
     def __len__(self):
-        """Return the number of messages that no await has taken yet."""
+        """Return the number of received messages that no await has taken yet."""
         return len(self.ready)          # a deque is consistent for every thread
 
     def __aiter__(self):
-        """Return the inbox."""
+        """Return the inbox, which is its own iterator."""
         return self
 
     def __anext__(self):
         """Return an `Operation` that takes the next message.
 
-        Awaiting it returns what ``wrap`` returned for the message, and raises StopAsyncIteration at the end, or the
-        error that ended the iterator.
+        Awaiting the operation returns what ``wrap`` returned for the message. After the last message it raises
+        StopAsyncIteration, or the error that ended the iterator.
 
         :raises AffinityError: the caller is not on the thread and event loop that own the queue.
         :raises ClosedResourceError: the queue is destroyed, and the iterator has not ended.
-        :raises RuntimeError: another task waits for the next message.
+        :raises ConcurrentAccessError: another thread is inside a verb of the same thread domain.
+        :raises RuntimeError: another task is waiting for the next message.
         """
         cdef section within
         section_enter(&within, _section(self.queue))
@@ -61,7 +62,7 @@ cdef class Inbox:
             section_leave(&within)
 
     cdef Operation _begin_next(self):
-        # Do what `__anext__` does, in the section.
+        # Do the work of `__anext__` in the section.
         cdef Operation operation
         if self.end is None:            # messages from before the end are still returned
             try:
@@ -110,7 +111,7 @@ cdef class Inbox:
         return 0
 
     cdef int _receive_done(self, Operation operation, object local) except -1:
-        # A receive into the memory `local` has completed: take its message, give `local` back after a failure.
+        # Handle a completed receive into the memory `local`: take its message, or give `local` back if it failed.
         self.posted -= 1
         if not operation.raises and operation.status == SUCCESS:
             try:
@@ -132,8 +133,8 @@ cdef class Inbox:
         return self._deliver_message()
 
     cdef int _wrap_failed(self, object error) except -1:
-        # An exception raised while completions are dispatched would reach a task that awaits another queue. Fail this
-        # inbox alone.
+        # Fail only this inbox, because `wrap` or `unused` raised `error`: an exception raised while completions are
+        # dispatched would reach a task that awaits a different queue.
         cdef QpWorkState requests = self.queue.requests
         broken = BrokenResourceError(f"{self.queue.handle!r} is broken: handling a message raised {error!r}")
         broken.__cause__ = error
@@ -145,8 +146,8 @@ cdef class Inbox:
         return self._deliver_message()
 
     cdef int _queue_failed(self, object error) except -1:
-        # The queue takes no more receives because of `error`. Receives in flight still complete, and the first that
-        # fails ends the iterator; without any in flight, end the iterator here.
+        # The queue takes no more receives because of `error`. If receives are in flight, they still complete, and the
+        # first one that fails ends the iterator; otherwise, end the iterator here.
         if self.posted:
             self.end_when_drained = error
         elif self.end is None:
@@ -155,9 +156,9 @@ cdef class Inbox:
         return 0
 
     cdef int _return_message(self, object message) except -1:
-        # The task that got the message dropped it, in any thread, and this is part of freeing the operation: the loop
-        # of the task that waits for a message must do the waking. An await that is not suspended yet gets the message
-        # here, which runs no other code.
+        # Take a message back from an operation that was dropped before its task got the message. This runs while the
+        # operation is being freed, in any thread, so that a waiting task must be woken by its own loop. An await that
+        # is not suspended yet gets the message here, which runs no other code.
         cdef Operation operation
         self.ready.appendleft(message)
         self._drop_abandoned()
@@ -174,29 +175,30 @@ cdef class Inbox:
         return 0
 
     def _deliver_message_later(self):
-        """Complete the pending await, on the loop of the task that waits."""
+        """Complete the pending await, if there is one, with the oldest message. Called on the loop of the waiting
+        task."""
         self._deliver_message()
 
     cdef int _withdraw(self, Operation operation) except -1:
-        # The await for a message was cancelled.
+        # Handle the cancellation of an await for a message: a message that it has taken goes back to the inbox.
         if self.pending_next is operation:
             self.pending_next = None
         else:
             message = operation.extra._take_message()
             if message is not None:
                 self.ready.appendleft(message)
-                return self._deliver_message()  # another task may have started an await meanwhile
+                return self._deliver_message()  # another task may have started an await since then
         return 0
 
 
-# For the resources in the layers above, not for users, which can reach inboxes, too. Where the owner of a queue is
-# gone, another thread or loop may close the queue.
+# These functions are for the resources in the layers above, and not methods, because users can reach inboxes. If the
+# owner of a queue is gone, another thread or loop may close the queue.
 
 def close_inbox(Inbox inbox not None, error=None):
-    """End an inbox after the messages that have arrived. Do nothing where it has ended.
+    """End an inbox: messages that have already arrived are still returned. Do nothing if it has ended before.
 
     :param inbox: the inbox.
-    :param error: exception that ends the iterator; None: it ends normally.
+    :param error: exception that is raised after the last message; None to end normally, with StopAsyncIteration.
     """
     cdef section within
     section_enter(&within, _section(inbox.queue))
@@ -209,10 +211,10 @@ def close_inbox(Inbox inbox not None, error=None):
 
 
 def empty_inbox(Inbox inbox not None):
-    """Take the messages that no await has taken.
+    """Remove the messages that no await has taken yet from an inbox.
 
     :param inbox: the inbox.
-    :returns: the list of messages, which no await will return.
+    :returns: a list of these messages, which no await will return.
     """
     cdef section within
     section_enter(&within, _section(inbox.queue))
@@ -222,7 +224,7 @@ def empty_inbox(Inbox inbox not None):
 
 
 def reopen_inbox(Inbox inbox not None):
-    """Let an ended inbox receive again; messages that no await has taken stay.
+    """Let an inbox that has ended receive messages again. Messages that no await has taken yet stay in it.
 
     :param inbox: the inbox.
     """
@@ -233,19 +235,22 @@ def reopen_inbox(Inbox inbox not None):
 
 
 def receive_into(requester, Inbox inbox not None, local):
-    """Post a receive whose message goes to an inbox. The caller has made sure that the queue has a place.
+    """Post a receive whose message goes to an inbox. The caller has made sure that the queue has a free place.
 
     :param requester: queue pair or shared receive queue to post to.
-    :param inbox: where the message goes.
+    :param inbox: inbox that gets the message.
     :param local: memory for the message, registered with ``LOCAL_WRITE``.
     :returns: the `Operation` of the receive, which need not be awaited: the inbox gets the result.
-    :raises anyio.WouldBlock: the queue has no place; nothing was posted. See `QueuePairVerbs.receive` for other errors.
+    :raises anyio.WouldBlock: the queue has no free place; nothing is posted. Other errors are those of
+        `QueuePairVerbs.receive`.
     """
     return requester._receive_into(inbox, local)
 
 
 def requester_of(QpWorkState requests not None):
-    """Return new `QueuePairVerbs` that post to a queue pair independently of the user's object.
+    """Return a new `QueuePairVerbs` object that posts requests to a queue pair.
+
+    It does not depend on the user's own object for the queue pair, which may be closed or dropped.
 
     :param requests: the queue pair's work state.
     """
@@ -255,15 +260,16 @@ def requester_of(QpWorkState requests not None):
 
 
 cdef class Message(Received):
-    """A received message, in memory that is posted again when the message is released.
+    """Received message, in memory that is posted again when the message is released.
 
-    Release a message after reading it, by ``with`` or `release`: memory of a message that is kept receives nothing.
-    Views of `data` kept past that point show later messages. A message that is dropped is released eventually. ``with
-    message:`` gives the message, and releases it at the end of the block.
+    Release a message after reading it, using ``with`` or `release`: until then, no other message is received into its
+    memory. Views of `data` that are kept after the release show later messages. A message that is dropped is released
+    eventually. ``with message:`` provides the message and releases it at the end of the block.
 
     :param received: result of the receive.
-    :param release: called once with the memory, by `release`.
-    :param forgotten: called with the memory, by any thread, where the message is dropped unreleased; None: nothing.
+    :param release: callable that takes the memory back; called once, by `release`.
+    :param forgotten: callable that takes the memory back if the message is dropped before it is released; called in any
+        thread. None to do nothing then.
     """
 
     cdef object _release
@@ -282,12 +288,12 @@ cdef class Message(Received):
         self._forgotten = forgotten
 
     def release(self):
-        """Give the memory back, to be posted again. Further calls do nothing. Afterwards `data` is empty.
+        """Give the memory back, so that it is posted again. Further calls do nothing. Afterwards, `data` is empty.
 
-        Where giving it back raises, the message keeps the memory, and `release` may be called again.
+        If giving the memory back raises an error, the message keeps the memory and `release` may be called again.
         """
         cdef section within
-        section_enter(&within, <PyObject *>self)        # of several threads that release it, one gives the memory back
+        section_enter(&within, <PyObject *>self)        # if several threads release it, only one gives the memory back
         release, self._release = self._release, None
         section_leave(&within)
         if release is None:
@@ -304,7 +310,7 @@ cdef class Message(Received):
         return self
 
     def __exit__(self, kind, error, traceback):
-        """Release the message."""
+        """Release the message, with the errors of `release`. An exception from the block is not suppressed."""
         self.release()
 
     def __del__(self):

@@ -8,12 +8,12 @@ cdef object _current_task = asyncio.current_task
 @cython.freelist(64)
 @cython.no_gc_clear                 # its references keep alive what waits with it until it is freed
 cdef class _Extra:
-    """Fields that few operations need, kept apart so that an `Operation` stays small. Lives as long as its operation.
+    """Fields that few operations need, kept apart so that an `Operation` stays small. Exists as long as its operation.
 
-    An operation that waits for a place may be dropped by any thread; the thread that frees the operation takes it out
-    of the list of waiting operations. With a GIL that is one step. Without a GIL, `WorkQueue.waiting_lock` protects the
-    links: each thread that reads or changes them holds it, and holds it for nothing else. A thread that looks for the
-    first waiting operation skips the ones that are being freed, which take themselves out.
+    An operation that waits for a place may be dropped by any thread; the thread that frees the operation removes it
+    from the list of waiting operations. With a GIL that is one step. Without a GIL, `WorkQueue.waiting_lock` protects
+    the links: each thread that reads or changes them holds it, and holds it for nothing else. A thread that looks for
+    the first waiting operation skips operations that are being freed, which remove themselves.
     """
 
     cdef v.ibv_sge *sges                # scatter/gather list that does not fit into the request
@@ -25,8 +25,8 @@ cdef class _Extra:
     cdef list elements                  # operations of a batch
     cdef Inbox inbox                    # inbox that a receive fills, or that an await reads from
     cdef bint awaits_message
-    cdef PyObject *message              # message not returned to the caller yet, or NULL: see `_hold_message`
-    cdef WorkQueue queue                # queue in which the operation waits for a place; None: it does not wait
+    cdef PyObject *message              # message not yet returned to the caller, or NULL: see `_hold_message`
+    cdef WorkQueue queue                # queue in which the operation waits for a place; None if it does not
     cdef uint32_t places                # number of places that the operation needs
     cdef PyObject *operation            # borrowed reference
     cdef object weak                    # weak reference to the operation while it waits
@@ -47,8 +47,9 @@ cdef class _Extra:
         free(self.requests)
 
     cdef void _hold_message(self, object message) noexcept:
-        # Hide this reference from the garbage collector. Otherwise the collector finalizes the message together with a
-        # cycle that contains the operation, and its memory is received into before the inbox gets the message back.
+        # Hold the message by a reference that is hidden from the garbage collector. Otherwise the collector would
+        # finalize the message together with a cycle that contains the operation, and another message could be received
+        # into its memory before the inbox gets the message back.
         Py_INCREF(message)
         self.message = <PyObject *>message
 
@@ -67,25 +68,26 @@ cdef class _Extra:
 @cython.freelist(256)
 @cython.no_gc_clear                 # its references keep alive what pins its memory until it is freed
 cdef class Operation:
-    """A work request, from its posting to its completion. A caller may await an operation once, and need not.
+    """A work request, from its posting to its completion. A caller may await an operation once, but need not.
 
     When a method returns an operation, the request is posted, or waits for a place in its queue. Dropping the operation
-    while it waits withdraws the request. A posted request runs on whatever happens to the awaiting task: after a
-    cancellation, a timeout or a drop its memory stays pinned and its place taken until it completes.
+    while it waits withdraws the request. A posted request continues, whatever happens to the awaiting task: after a
+    cancellation or a timeout, or if the operation is dropped, its memory stays pinned and its place stays taken until
+    it completes.
 
     Awaiting it returns the result that the method names: None, the old value of an atomic request, or a `Received`. It
-    raises `WorkCompletionError` where the request completed with an error status, `BatchError` for a batch, and
-    `BrokenResourceError` or `ClosedResourceError` where the request ended with its queue.
+    raises `WorkCompletionError` if the request completed with an error status (`BatchError` for a batch), and
+    `BrokenResourceError` or `ClosedResourceError` if the request ended because its queue did.
 
     An operation is a `collections.abc.Coroutine`: tasks, cancel scopes and ``yield from operation.__await__()`` accept
-    it. A second await raises RuntimeError, whatever task, thread or loop makes it, and does not disturb the first; so
-    do `send`, `throw` and `close` when another task than the awaiting one calls them. Operations come from the methods
-    of a queue pair.
+    it. A second await raises RuntimeError, no matter which task, thread or loop makes it, and does not disturb the
+    first. `send`, `throw` and `close` do the same if they are called by a task other than the awaiting one. Operations
+    come from the methods of a queue pair.
     """
 
     # Few Python objects: each such field takes time in the life of every operation.
     cdef WorkQueue queue
-    cdef _Extra extra                   # None: the operation needs none of these fields
+    cdef _Extra extra                   # None if the operation needs none of these fields
     cdef InFlightCount pins                      # in-flight counter of its memory
     cdef object keepalive               # object kept alive while the request is in flight: the caller's `local`
     cdef object value                   # result to return, or exception to raise
@@ -113,7 +115,7 @@ cdef class Operation:
 
     @classmethod
     def __class_getitem__(cls, item):
-        """Return ``Operation[item]``, for annotations: `item` is the type of the result."""
+        """Return ``Operation[item]``, a `types.GenericAlias` for annotations; `item` is the type of the result."""
         return types.GenericAlias(cls, item)
 
     # ---- Inspection
@@ -130,7 +132,8 @@ cdef class Operation:
         return SendOpcode(self.opcode).name
 
     def done(self):
-        """Return whether the operation has completed, successfully or not. Poll for completions first; never wait.
+        """Poll for completions once, without waiting, and return whether the operation has completed, successfully or
+        not.
 
         :raises AffinityError: the caller is not on the thread and event loop that own the queue.
         :raises ConcurrentAccessError: another thread is inside a verb of the same thread domain.
@@ -145,19 +148,19 @@ cdef class Operation:
 
     @property
     def ended(self):
-        """Whether the operation is known to have completed. Unlike `done`, this does not poll, and any thread may read
-        it."""
+        """Whether the operation is known to have completed. Unlike `done`, this does not poll, and it can be read from
+        any thread."""
         return self._has_ended()
 
     cdef inline bint _has_ended(self) noexcept:
-        # Whether the operation has completed; any thread may ask. The outcome was written before `state`, and does not
-        # change.
+        # Whether the operation has completed; can be called from any thread. The outcome was written before `state` and
+        # does not change.
         return byte_read(&self.state) == DONE
 
     def result(self):
-        """Return what awaiting the operation would return, or raise what it would raise; as often as needed.
+        """Return the result that awaiting the operation would return, or raise the error that it would raise.
 
-        Any thread may call it. It does not poll: see `done`.
+        Can be called any number of times and from any thread. Does not poll: see `done`.
 
         :raises asyncio.InvalidStateError: the operation is not known to be done.
         :raises WorkCompletionError: the request completed with an error status. See the class for other errors.
@@ -187,7 +190,7 @@ cdef class Operation:
         return 0
 
     cdef object _failure(self):
-        # Return the exception that the operation ended with; None after a success.
+        # Return the exception with which the operation ended; None if it succeeded.
         if self.raises:
             return self.value
         if self.status == SUCCESS:
@@ -198,7 +201,7 @@ cdef class Operation:
         return WorkCompletionError(_status(self.status), opcode, self.vendor_err, self.queue.qp_num or self.qp_num)
 
     cdef inline int _take_old_value(self) except -1:
-        # Copy the result of a successful atomic before its scratch memory is reused.
+        # Copy the result of a successful atomic request before its scratch memory is reused.
         if self.atomic:
             self.value = (<uint64_t *>self.queue._scratch_of(self))[0]
         return 0
@@ -206,7 +209,8 @@ cdef class Operation:
     # ---- Memory
 
     cdef inline int _pin(self, InFlightCount pins) except -1:
-        # Count the request as a user of some memory, until `_unpin`. Raise ClosedResourceError where that is closed.
+        # Count the request as a user of the memory that `pins` belongs to, until `_unpin`. Raise ClosedResourceError if
+        # that memory is closed.
         if self.unpinned:
             pins._check()
         else:
@@ -252,7 +256,7 @@ cdef class Operation:
     # stops the await, and a task runs in one place at a time.
 
     def __await__(self):
-        """Return the operation, which is its own iterator.
+        """Return the operation itself, as the iterator for ``await``.
 
         :raises RuntimeError: the operation is or was awaited, or is part of a batch.
         """
@@ -268,12 +272,12 @@ cdef class Operation:
         return self.send(None)
 
     def send(self, value):
-        """Start or continue the await, as for any coroutine.
+        """Start or continue the await, like ``send`` of any coroutine.
 
         :param value: ignored.
-        :returns: a future to wait for, or None to run again in the loop's next turn.
-        :raises StopIteration: the operation is done; its ``value`` is the result. Where the request failed, its error
-            is raised instead.
+        :returns: a future that the task has to wait for, or None if the task should run again in the loop's next turn.
+        :raises StopIteration: the operation is done; ``value`` of the exception is the result. If the request failed,
+            its error is raised instead.
         :raises AffinityError: the caller is not on the thread and event loop that own the queue.
         :raises RuntimeError: another task awaits the operation, or the operation was awaited before.
         """
@@ -286,11 +290,13 @@ cdef class Operation:
         return returned
 
     def throw(self, kind, value=None, traceback=None):
-        """Stop awaiting, and raise the exception, as for any coroutine: the awaiting task is cancelled. A posted
-        request runs on. Never returns.
+        """Stop awaiting and raise the given exception, like ``throw`` of any coroutine; used to cancel the awaiting
+        task.
+
+        A posted request continues. This method never returns.
 
         :param kind: exception type or exception.
-        :param value: exception, where `kind` is a type.
+        :param value: exception, if `kind` is a type; None for a new one of that type.
         :param traceback: traceback to raise the exception with.
         :raises AffinityError: the caller is not on the thread and event loop that own the queue.
         :raises RuntimeError: another task awaits the operation.
@@ -308,7 +314,8 @@ cdef class Operation:
         raise value.with_traceback(traceback) if traceback is not None else value
 
     def close(self):
-        """Stop awaiting, as for any coroutine. A posted request runs on. Do nothing where the operation is done.
+        """Stop awaiting, like ``close`` of any coroutine. A posted request continues. Do nothing if the operation is
+        done.
 
         :raises AffinityError: the caller is not on the thread and event loop that own the queue.
         :raises RuntimeError: another task awaits the operation.
@@ -335,13 +342,13 @@ cdef class Operation:
 
     cdef bint _is_orphaned(self) except -1:
         # Whether the awaiting task will never continue: its loop is closed, or belongs to the process that this one was
-        # forked from. The task is dropped then, and its coroutine closes this operation from any task or thread. Until
-        # then the future that the task waits for keeps the task alive.
+        # forked from. The task is then dropped, and its coroutine closes this operation from any task or thread. Before
+        # that, the future that the task waits for keeps the task alive.
         return self.phase == SUSPENDED and (self.waiter.get_loop().is_closed() or self.queue.handle.closed)
 
     cdef int _raise_already_awaited(self) except -1:
-        # Raise the error for another task that awaits the operation, or awaited it: RuntimeError, or AffinityError for
-        # a caller that is not the owner.
+        # Raise the error for an operation that is or was already awaited: RuntimeError, or AffinityError if the caller
+        # is not the owner.
         if self.phase == IN_BATCH:
             raise RuntimeError(f"{self!r} is part of a batch: await the operation that post() returns")
         if self.phase == FINISHED:
@@ -360,14 +367,15 @@ cdef class Operation:
         self.phase = FINISHED
         return 0
 
-    # The methods with a `result` return PYGEN_NEXT, with a future to wait for, or None for the next turn, in `result`;
-    # or return PYGEN_RETURN, with the operation's result; or raise the operation's exception.
+    # The methods with the argument `result` return PYGEN_NEXT and store in `result` a future to wait for, or None to
+    # run again in the next turn; or they return PYGEN_RETURN and store the operation's result; or they raise the
+    # operation's exception.
 
     cdef int _begin(self, PyObject **result) except -1:
         if self.queue is None:
             raise TypeError("operations come from the methods of a queue pair")
         self.queue._poll_for(self, True)  # refuses a wrong caller before anything has changed
-        if self.phase != NOT_AWAITED:   # changed by another thread, or by Python code that ran meanwhile
+        if self.phase != NOT_AWAITED:   # changed by another thread, or by Python code that ran in between
             self._raise_already_awaited()
         turn_join(&self.queue.share)
         if self.state == DONE and not turn_is_over(&self.queue.share, self.bytes):
@@ -375,7 +383,7 @@ cdef class Operation:
         return self._begin_waiting(result)
 
     cdef int _begin_waiting(self, PyObject **result) except -1:
-        # Suspend or yield. After an error the operation can be awaited as if nothing had happened.
+        # Suspend or yield. After an error, the operation can be awaited as if nothing had happened.
         self.phase = BEGINNING
         try:
             self.awaiter = _caller()
@@ -394,7 +402,7 @@ cdef class Operation:
         return PYGEN_NEXT
 
     cdef int _suspend(self, PyObject **result) except -1:
-        # Wait for a new future, which the completion wakes.
+        # Wait for a new future, which the completion sets.
         loop = self.queue._loop_of_caller()
         if self.queue.dispatcher is not None:
             self.queue.dispatcher._check()
@@ -416,7 +424,7 @@ cdef class Operation:
         return PYGEN_NEXT
 
     cdef int _unsuspend(self) except -1:
-        # Nothing waits for the future any more.
+        # Forget the future: nothing waits for it any longer.
         self.waiter = None
         return self.queue._unawaited(self) if self.state != DONE else 0
 
@@ -436,7 +444,7 @@ cdef class Operation:
 
 cdef int operation_send(PyObject *operation, PyObject *value, PyObject **result) except -1:
     # The `am_send` slot of Operation: `await` calls it first with None, and then with the value that the loop sends. It
-    # returns as `Operation._begin` does.
+    # returns the values described above.
     cdef Operation self = <Operation>operation
     cdef PyObject *shared = _section(self.queue)
     cdef section within
@@ -450,7 +458,7 @@ cdef int operation_send(PyObject *operation, PyObject *value, PyObject **result)
 
 
 cdef inline int _continue_await(Operation self, PyObject **result) except -1:
-    # Do what `operation_send` does, in the section.
+    # Do the work of `operation_send` in the section.
     result[0] = NULL
     if self.phase == NOT_AWAITED:
         try:
@@ -471,9 +479,9 @@ cdef inline int _continue_await(Operation self, PyObject **result) except -1:
 
 
 cdef PyObject *_caller() except? NULL:
-    # The identity of the caller, for comparison only: the running task, or the running loop where no task runs, or
-    # NULL. No reference is held: the awaiting task outlives every caller that could disturb it, and a later object at
-    # the same address disturbs nothing.
+    # Return the identity of the caller, for comparison only: the running task, the running loop if no task is running,
+    # or NULL. No reference is held: the awaiting task outlives every caller that could disturb it, and a later object
+    # at the same address does no harm.
     loop = _get_running_loop()
     if loop is None:
         return NULL
@@ -493,7 +501,7 @@ cdef inline bint _binds(Operation operation) noexcept:
 
 
 cdef _Extra _extra(Operation operation):
-    # Return the operation's rarely needed fields, which the first call adds.
+    # Return the operation's rarely needed fields. The first call adds them.
     cdef _Extra extra = operation.extra
     if extra is None:
         extra = _Extra.__new__(_Extra)
@@ -544,7 +552,7 @@ cdef dict _wc_opcodes = {
 
 
 cdef object _status(int status):
-    # Return the `WcStatus`, or the number itself where it has no name.
+    # Return the `WcStatus` with this number; the number itself if there is none.
     try:
         return WcStatus(status)
     except ValueError:                  # a status newer than the enumeration
@@ -552,17 +560,17 @@ cdef object _status(int status):
 
 
 cdef class Received:
-    """Result of a receive: what awaiting the operation of `QueuePairVerbs.receive` returns.
+    """Result of a receive, returned by awaiting the operation of `QueuePairVerbs.receive`.
 
     :param local: the memory that was passed to `QueuePairVerbs.receive`.
     :param byte_len: number of bytes received, without the global routing header of a datagram.
-    :param written: True if the sender wrote the data elsewhere, by an RDMA WRITE with immediate data: ``local`` is
-        unchanged.
-    :param immediate: immediate data of the sender, 0..2**32-1; None for none.
-    :param invalidated_rkey: key that the sender invalidated; None for none.
+    :param written: True if the sender wrote the data to other memory, with an RDMA WRITE with immediate data: ``local``
+        is unchanged.
+    :param immediate: immediate data of the sender, 0..2**32-1; None if there is none.
+    :param invalidated_rkey: key that the sender invalidated; None if it invalidated none.
     :param qp_num: number of the queue pair that received the message.
     :param src_qp: queue pair number of the sender of a datagram.
-    :param route: global routing header of a datagram, 40 bytes; None without one.
+    :param route: global routing header of a datagram, 40 bytes; None if there is none.
     """
 
     cdef readonly object local
@@ -585,11 +593,12 @@ cdef class Received:
         """A `memoryview` of the received bytes in registered memory, which is overwritten when the memory is posted
         again.
 
-        The view is empty for an RDMA WRITE with immediate data, whatever ``byte_len`` says: ``local`` has none of the
-        data.
+        The view is empty for an RDMA WRITE with immediate data, even if ``byte_len`` is not 0: ``local`` contains no
+        part of the data.
 
         :raises ClosedResourceError: the memory is closed.
-        :raises ValueError: the message was received into several pieces; read these.
+        :raises ValueError: the message was received into several pieces of memory; read the pieces in ``local``
+            instead.
         """
         whole = self.local if not self.written else None
         if isinstance(whole, (list, tuple)):

@@ -33,7 +33,7 @@ cdef dict _opcodes_of_type = {RC: _reads, UC: _writes, UD: _sends, XRC_SEND: _re
 
 @cython.final
 cdef class Destination:
-    """Destination of datagrams: an address handle, and the queue pair number and key of the peer.
+    """Destination of datagrams: an address handle, and the queue pair number and Q_Key of the peer.
 
     Made by `AddressHandle.to`.
 
@@ -61,16 +61,17 @@ cdef class Destination:
 
 @cython.final
 cdef class QpWorkState:
-    """State of a queue pair's work: its send and receive queues, and the error that broke the queue pair. An opening
-    `QueuePair` of the layer above makes it.
+    """State of a queue pair's work: its send and receive queues, and the error that broke the queue pair. Made by a
+    `QueuePair` of the layer above when it opens.
 
     :param handle: the queue pair.
-    :param pd: protection domain of its memory; None for a queue pair without local memory.
-    :param sends: dispatcher of the send completion queue; None without a send queue.
-    :param receives: dispatcher of the receive completion queue; None without a receive queue.
+    :param pd: protection domain of its memory; None if the queue pair uses no local memory.
+    :param sends: dispatcher of the send completion queue; None if there is no send queue.
+    :param receives: dispatcher of the receive completion queue; None if there is no receive queue.
     :param send_depth: number of sends that may be in flight.
     :param receive_depth: number of receives that may be in flight.
-    :param chains: post sends together, at the end of the event loop's turn (message model HIGH_BANDWIDTH).
+    :param chains: whether sends are posted together, at the end of the event loop's turn (message model
+        HIGH_BANDWIDTH).
     :param most_bytes: size limit of a message in bytes.
     :param read_sge: number of scatter/gather entries that an RDMA READ may use.
     :param make_scratch: callable that returns a `RegionSlice` of the given number of bytes, for the results of atomics
@@ -88,9 +89,9 @@ cdef class QpWorkState:
     cdef bint err_reported              # waiters were notified of state ERR, or the user moved the queue pair to ERR
     cdef bint needs_reset               # some queued requests were not posted: no completion reports the rest
     cdef bint needs_error               # an inbox failed: the home loop has to move the queue pair to ERR
-    cdef object lost_cq_error           # error of the completion queue that failed, until the reset; else None
+    cdef object lost_cq_error           # error of the completion queue that failed, until the reset; otherwise None
     cdef bint device_removed            # the device was removed; an error of a verb alone does not prove that
-    cdef WorkQueue srq                  # the shared receive queue that this queue pair receives from; None without one
+    cdef WorkQueue srq                  # the shared receive queue that this queue pair receives from, or None
 
     def __init__(
         self,
@@ -140,20 +141,20 @@ cdef class QpWorkState:
         return _section(self.send_queue if self.send_queue is not None else self.receive_queue)
 
     cdef list _parts(self):
-        # The dispatchers and the shared receive queue that this queue pair is used with.
+        # Return a list of the dispatchers and, if there is one, the shared receive queue that this queue pair uses.
         parts = [(<WorkQueue>queue).dispatcher for queue in self.queues()]
         if self.srq is not None:
             parts.append(self.srq)
         return parts
 
     def queues(self):
-        """Return a list of the `WorkQueue` that the queue pair owns, send queue first; a shared receive queue is not
-        among them."""
+        """Return the `WorkQueue` objects of the queue pair's own queues, a list: the send queue first, then the receive
+        queue. Queues that the queue pair does not have, and a shared receive queue, are not included."""
         return [queue for queue in (self.send_queue, self.receive_queue) if queue is not None]
 
     @property
     def broken(self):
-        """The first error, an exception, that broke the queue pair; None while the queue pair is not broken."""
+        """Exception for the first error that broke the queue pair; None if the queue pair is not broken."""
         cdef section within
         section_enter(&within, <PyObject *>self)    # any thread may read this property
         cause = self._cause
@@ -170,19 +171,19 @@ cdef class QpWorkState:
 
     @property
     def in_flight(self):
-        """Number of posted requests, in both queues, that have not completed."""
+        """Number of requests in both queues that were posted and have not completed."""
         return sum(queue.in_flight for queue in self.queues())
 
     @property
     def watched(self):
-        """Whether event loops still dispatch the completions of both queues."""
+        """Whether the home loops of both queues' dispatchers still dispatch their completions."""
         return all((<WorkQueue>queue).dispatcher.watched for queue in self.queues())
 
     def when_idle(self, callback):
-        """Set a callback for the moment that a queue becomes idle.
+        """Set the callback that is called when one of the queue pair's queues becomes idle.
 
-        :param callback: called each time that one of the queues has no request in flight any more; None removes the
-            callback.
+        :param callback: called without arguments each time that one of the queues no longer has any request in flight;
+            None removes the callback.
         """
         cdef section within
         section_enter(&within, self._section())
@@ -193,7 +194,8 @@ cdef class QpWorkState:
             section_leave(&within)
 
     def close(self):
-        """Post no more requests; requests that wait for a place in a queue end as if they were flushed."""
+        """Refuse further requests with ClosedResourceError. Requests that wait for a place in a queue end as if they
+        had been flushed; posted requests continue."""
         cdef section within
         section_enter(&within, self._section())
         try:
@@ -204,14 +206,14 @@ cdef class QpWorkState:
             section_leave(&within)
 
     def reopen(self):
-        """Undo `close`: requests can be posted again. Those that `close` ended stay ended."""
+        """Undo `close`: requests can be posted again. Requests that `close` ended stay ended."""
         for queue in self.queues():
             (<WorkQueue>queue).closing = False
 
     def abandon(self, error):
-        """End all work after the queue pair was destroyed.
+        """End all requests, in flight or waiting for a place, after the queue pair was destroyed.
 
-        :param error: the error that awaiting each request in flight raises.
+        :param error: exception that awaiting these requests raises.
         """
         cdef section within
         section_enter(&within, self._section())
@@ -223,20 +225,20 @@ cdef class QpWorkState:
             section_leave(&within)
 
     cdef int _abandon(self, object error) except -1:
-        # Call after the queue pair was destroyed or reset.
+        # End all requests with `error`. Call after the queue pair was destroyed or reset.
         for queue in self.queues():
             (<WorkQueue>queue)._abandon(SUCCESS, error)
         return 0
 
     cdef int _lose_completions(self, object error) except -1:
-        # The verb accepted requests that produce no completion of their own, and refused the later request whose
-        # completion would have reported them.
+        # Have the queue pair reset, because of `error`: the verb accepted requests that produce no completion of their
+        # own, and refused the later request whose completion would have reported them.
         self._set_cause(error)
         self.needs_reset = True
         return self._queue_transition(self.send_queue.dispatcher)
 
     cdef int _lose_cq(self, CqDispatcher dispatcher) except -1:
-        # The dispatcher's completion queue failed: completions of this queue pair are lost.
+        # Have the queue pair reset, because the dispatcher's completion queue failed, so that completions are lost.
         error = dispatcher.broken_error()
         if self.broken is None:
             self._set_cause(error)
@@ -251,7 +253,8 @@ cdef class QpWorkState:
         return 0
 
     cdef int _require_error(self, object error) except -1:
-        # An inbox failed to handle a message. Post nothing from here on; the home loop moves the queue pair to ERR.
+        # Post nothing from now on, and have the home loop move the queue pair to ERR: an inbox failed to handle a
+        # message, with `error`.
         if self.handle.closed or self.handle._state == ERR:
             return 0
         self._set_cause(error)
@@ -267,9 +270,9 @@ cdef class QpWorkState:
         return dispatcher._need_turn()
 
     cdef int _run_transition(self) except -1:
-        # Runs on the home loop. Move the queue pair to RESET where requests in flight will never complete, so that the
-        # device no longer accesses their memory. Move it to ERR, once more, where receives are in flight: they may have
-        # been posted after the failure and before the failure was known here, and soft-RoCE flushes such receives only
+        # Runs on the home loop. Move the queue pair to RESET if requests in flight will never complete, so that the
+        # device no longer accesses their memory. Move it to ERR, once more, if receives are in flight: they may have
+        # been posted after the failure but before the failure was known here, and soft-RoCE flushes such receives only
         # on that transition.
         cdef bint to_reset = self.needs_reset
         self.needs_reset = False
@@ -295,7 +298,7 @@ cdef class QpWorkState:
                     self.handle, error
                 )
                 return self._abandon_without_reset()
-            # The device does nothing any more, so that its memory is safe.
+            # The device no longer does anything, so that the memory is safe.
         if to_reset:
             by, self.lost_cq_error = self.lost_cq_error or self._unknown_outcome(), None
             self._abandon(by)
@@ -306,7 +309,8 @@ cdef class QpWorkState:
         return 0
 
     cdef int _abandon_without_reset(self) except -1:
-        # Completions are lost, and the queue pair cannot be reset.
+        # Fail the requests of queues whose completion queue failed. The queue pair cannot be reset: memory stays
+        # pinned.
         for queue in self.queues():
             if (<WorkQueue>queue).dispatcher.error is not None:
                 (<WorkQueue>queue)._abandon_all_still_pinned(self.lost_cq_error)
@@ -334,22 +338,24 @@ cdef class QpWorkState:
         return 0
 
     def resume(self):
-        """Schedule the pending state change again, on the home loop: the change by another thread may have ended."""
+        """Schedule the pending state change of the queue pair on the home loop again. Called when a state change made
+        by another thread may have ended."""
         self._queue_transition((<WorkQueue>self.queues()[0]).dispatcher)
 
     def end_modification(self, loop=None, callback=None):
-        """End a state change that another thread was to make, so that the queue pair can be closed.
+        """Try to end a state change that was handed to another thread, so that the queue pair can be closed.
 
-        :param loop: event loop for the callback; None: no callback.
-        :param callback: called on `loop` when the state change may have ended.
-        :returns: whether no state change is in flight any more.
+        :param loop: event loop for the callback; None for no callback.
+        :param callback: called on `loop`, without arguments, when the state change may have ended.
+        :returns: True if no state change is in flight any longer; False if the other thread is still making it.
         """
-        if loop is not None:            # before looking at the change, which may end meanwhile
+        if loop is not None:            # before looking at the change, which may end at any time
             self.handle._call_when_resumed(loop, callback)
         return self.handle._end_modification()
 
     def run_transition(self):
-        """Make the pending state change on the owner's loop, which the completion queue's loop may not do."""
+        """Move the queue pair to the pending state, RESET or ERR. Called on the loop of the queue pair's owner, because
+        the loop that dispatches its completions may not do so."""
         cdef section within
         section_enter(&within, self._section())
         try:
@@ -360,19 +366,18 @@ cdef class QpWorkState:
             section_leave(&within)
 
     cdef object _unknown_outcome(self):
-        # Return the error of requests whose outcome the reset hides.
+        # Return the error for requests whose outcome is unknown because of the reset.
         cause = self.broken
         return _broken(f"{self.handle!r} was reset because of {cause}: the outcome of this request is unknown", cause)
 
     def recovered(self):
-        """Forget the errors after a reset: the queue pair can be used again."""
+        """Forget the recorded errors after the queue pair was reset, so that it can be used again."""
         self._set_cause(None)
         self.needs_error = self.err_reported = False
 
     cdef int _work_failed(self, Operation operation) except -1:
-        # A completion has a status other than success: the queue pair is in an error state, by this completion or an
-        # earlier event. A state that `query` found gives no cause and notifies no waiter, so that this completion still
-        # does.
+        # Note that the queue pair is in an error state, because the operation completed with an error status. If
+        # `query` found that state earlier, it recorded no cause and notified no waiter; this completion still does.
         cdef int state = self.handle._state
         if state == ERR and (self.err_reported or operation.queue.closing):
             return 0
@@ -395,8 +400,8 @@ cdef class QpWorkState:
         return 0
 
     cdef int _check_state(self, bint receives) except -1:
-        # Raise QueuePairStateError where the state does not allow a send, or a receive, and BrokenResourceError in an
-        # error state.
+        # Raise QueuePairStateError if the state does not allow a send (with `receives`, a receive), and
+        # BrokenResourceError in an error state.
         cdef int state = self.handle._state
         if state == RTS or state == SQD or (receives and INIT <= state < ERR):
             return 0
@@ -407,15 +412,15 @@ cdef class QpWorkState:
         raise QueuePairStateError(f"{self.handle!r} is in state {found}: connect it, or move it to {needed}, first")
 
     cdef object _state_error(self):
-        # Return the BrokenResourceError, or DeviceRemovedError, of a queue pair in an error state, for the caller to
+        # Return the BrokenResourceError or DeviceRemovedError for a queue pair in an error state, for the caller to
         # raise.
         state = QpState(self.handle._state).name
         cause = self.broken
         return _broken(f"{self.handle!r} is in state {state}, caused by: {cause or 'a change of its state'}", cause)
 
     def errored(self):
-        """Note that the user moved the queue pair to ERR, and end inboxes that have no receive in flight to be
-        flushed."""
+        """Note that the user moved the queue pair to ERR. End inboxes that have no receives in flight; the others end
+        when their receives are flushed."""
         self.err_reported = True
         if self.receive_queue is not None:
             self.receive_queue._end_inboxes(self._state_error())
@@ -448,8 +453,8 @@ cdef inline Operation _new(WorkQueue queue, int opcode, bint unpinned):
 
 
 cdef int _add_piece(Operation operation, request *wr, RegionSlice piece, ProtectionDomain pd, int access) except -1:
-    # Pin a piece and append it to the request's scatter/gather list. Raise ValueError where it does not suit, such as
-    # for access that it lacks, and ClosedResourceError where its memory is closed.
+    # Pin a piece and append it to the request's scatter/gather list. Raise ValueError if it is not suitable, for
+    # example because it lacks the needed access, and ClosedResourceError if its memory is closed.
     cdef v.ibv_sge *sge
     if piece._handle.pd is not pd and not (pd._shared or piece._handle.pd._shared):
         raise ValueError(f"{piece!r} belongs to another protection domain than {operation.queue.handle!r}")
@@ -478,7 +483,7 @@ cdef int _add_piece(Operation operation, request *wr, RegionSlice piece, Protect
 
 cdef int _gather(Operation operation, request *wr, object local, ProtectionDomain pd, int access) except -1:
     # Append the pieces of `local` to the request's scatter/gather list, with the errors of `_add_piece`. Raise
-    # TypeError where `local` is no registered memory.
+    # TypeError if `local` is not registered memory.
     cdef int count
     if type(local) is RegionSlice:
         _add_piece(operation, wr, <RegionSlice>local, pd, access)
@@ -516,7 +521,8 @@ cdef int _gather(Operation operation, request *wr, object local, ProtectionDomai
 
 
 cdef inline QpWorkState _requests_of(SendVerbs sending, section *within):
-    # Return the work state, None where the object is not open. Another thread may open or close the object meanwhile.
+    # Return the work state; None if the object is not open. Another thread may open or close the object at the same
+    # time.
     cdef QpWorkState requests
     section_enter(within, <PyObject *>sending)
     requests = sending._requests
@@ -526,7 +532,7 @@ cdef inline QpWorkState _requests_of(SendVerbs sending, section *within):
 
 cdef inline QpWorkState _begin_posting(SendVerbs sending, str verb, section *within):
     # Check the caller and begin the verb; pair each success with one `_end_posting`. Return the work state; raise
-    # ClosedResourceError where the object is not open, and the errors of `Handle._use`.
+    # ClosedResourceError if the object is not open, and the errors of `Handle._use`.
     if FREE_THREADED:
         return _begin_posting_in_section(sending, verb, within)
     if sending._requests is None:
@@ -536,7 +542,7 @@ cdef inline QpWorkState _begin_posting(SendVerbs sending, str verb, section *wit
 
 
 cdef QpWorkState _begin_posting_in_section(SendVerbs sending, str verb, section *within):
-    # Do what `_begin_posting` does, without a GIL.
+    # Do the work of `_begin_posting` in builds without a GIL.
     cdef QpWorkState requests = _requests_of(sending, within)
     if requests is None:
         raise ClosedResourceError(f"{sending!r} is not open: open it by `async with`; after closing, make a new one")
@@ -545,7 +551,7 @@ cdef QpWorkState _begin_posting_in_section(SendVerbs sending, str verb, section 
 
 
 cdef inline int _use_within(Handle handle, str verb, section *within, PyObject *of) except -1:
-    # Enter the section and begin the verb; leave the section where the verb is refused.
+    # Enter the section and begin the verb; leave the section if the verb is refused.
     cdef bint used = False
     if not FREE_THREADED:
         return handle._use(verb)
@@ -560,7 +566,7 @@ cdef inline int _use_within(Handle handle, str verb, section *within, PyObject *
 
 
 cdef inline int _end_posting(Handle handle, Operation operation, section *within) except -1:
-    # End the verb. Where the request was not accepted, release what it holds.
+    # End the verb. If the request was not accepted, release what it holds.
     cdef bint refused = operation is not None and operation.state == NEW and not operation.unpinned
     handle._unuse()
     if refused and operation.extra is not None and operation.extra.inbox is not None:
@@ -570,8 +576,8 @@ cdef inline int _end_posting(Handle handle, Operation operation, section *within
 
 
 cdef inline int _check_read_atomic(QpWorkState requests, request *wr) except -1:
-    # RDMA READ and atomics: some devices wait for ever where the two ends have negotiated a depth of 0. Raise
-    # QueuePairStateError then, and ValueError for too many pieces.
+    # Check an RDMA READ or atomic request: raise QueuePairStateError if a depth of 0 was negotiated, with which some
+    # devices wait forever, and ValueError if it has too many pieces.
     if requests.handle._max_rd_atomic == 0 and requests.handle._state == RTS:
         raise QueuePairStateError(
             f"{requests.handle!r} allows no RDMA READ and atomic requests: connect it with max_rd_atomic, "
@@ -586,7 +592,7 @@ cdef inline int _check_read_atomic(QpWorkState requests, request *wr) except -1:
 
 
 cdef inline WorkQueue _send_queue_for(QpWorkState requests, int opcode):
-    # Return the send queue; raise ValueError where the queue pair's type does not support the opcode.
+    # Return the send queue; raise ValueError if the queue pair's type does not support the opcode.
     if not requests.opcodes >> opcode & 1:
         raise ValueError(
             f"{requests.handle!r} is of type {requests.handle.qp_type.name}, "
@@ -598,9 +604,9 @@ cdef inline WorkQueue _send_queue_for(QpWorkState requests, int opcode):
 cdef class SendVerbs:
     """Verbs of a send queue: the base class of `Batch`, and, together with receives, of the public queue pair.
 
-    A method posts its request at once, in the order of the calls; where the send queue is full, the request waits for a
-    place, first come, first served. Each method returns an `Operation`, which the caller may await or drop: the request
-    runs in both cases. Cancelling the await neither stops nor withdraws a posted request.
+    The methods post their requests immediately, in the order of the calls; if the send queue is full, the request waits
+    for a place, first come, first served. Each method returns an `Operation`, which the caller may await or drop: the
+    request runs in both cases. Cancelling the await neither stops nor withdraws a posted request.
 
     Local memory is a `MemoryRegion`, a slice of one, or a list of these, which is gathered or scattered. The memory
     stays registered until the request has completed.
@@ -617,8 +623,8 @@ cdef class SendVerbs:
     :raises TypeError: an argument has the wrong type, or local memory is not registered.
     :raises VerbsError: ``ibv_post_send`` failed.
 
-    Awaiting the operation raises `WorkCompletionError` where the request completed with an error status, after which
-    the queue pair is broken.
+    Awaiting the operation raises `WorkCompletionError` if the request completed with an error status, after which the
+    queue pair is broken.
     """
 
     cdef QpWorkState _requests
@@ -630,7 +636,7 @@ cdef class SendVerbs:
     # raises the errors of the class.
 
     cdef request *_place_for(self, request *wr) except NULL:
-        # Return where to build the request: in `wr`, or in the memory of a batch.
+        # Return the place in which to build the request: `wr`, or a place in the memory of a batch.
         request_begin(wr)
         return wr
 
@@ -796,10 +802,10 @@ cdef class SendVerbs:
 
         :param local: registered memory to read from: a `MemoryRegion`, a slice of one, or a list of at most
             ``max_send_sge`` of these.
-        :param remote: the peer's memory to write to; as many bytes as `local`.
+        :param remote: the peer's memory to write to, as long as `local`.
         :param fence: start only after the earlier RDMA READ and atomic requests of this queue pair have completed.
-        :param srq_number: number of the peer's shared receive queue, 0..2**32-1; for queue pairs of type XRC_SEND,
-            which need it, and for no others.
+        :param srq_number: number of the peer's shared receive queue, 0..2**32-1; required for queue pairs of type
+            XRC_SEND, and not allowed for others.
         :returns: the `Operation`. See `SendVerbs` for the errors.
         """
         return self._rdma(RDMA_WRITE, local, remote, None, FENCE if fence else 0, srq_number, False)
@@ -815,7 +821,7 @@ cdef class SendVerbs:
         completes with ``written`` set, the number of bytes written, and the immediate data.
 
         :param local: registered memory to read from; None for a write of 0 bytes.
-        :param remote: the peer's memory to write to; as many bytes as `local`.
+        :param remote: the peer's memory to write to, as long as `local`.
         :param immediate: immediate data for the peer's receive, 0..2**32-1.
         :param fence: start only after the earlier RDMA READ and atomic requests of this queue pair have completed.
         :param solicited: raise a solicited event at the peer's completion queue.
@@ -831,8 +837,8 @@ cdef class SendVerbs:
         Awaiting the operation returns None when the data is in `local`.
 
         :param local: memory to write to, registered with ``LOCAL_WRITE``: a `MemoryRegion`, a slice of one, or a list
-            of these, whose length may be limited further by the device (``max_sge_rd``).
-        :param remote: the peer's memory to read from; as many bytes as `local`.
+            of these, of which the device may allow fewer than ``max_send_sge`` (see ``max_sge_rd``).
+        :param remote: the peer's memory to read from, as long as `local`.
         :param fence: start only after the earlier RDMA READ and atomic requests of this queue pair have completed.
         :param srq_number: number of the peer's shared receive queue; for queue pairs of type XRC_SEND only.
         :returns: the `Operation`. See `SendVerbs` for the errors.
@@ -849,11 +855,11 @@ cdef class SendVerbs:
         has acknowledged it.
 
         :param local: registered memory that holds the message; None for a message of 0 bytes.
-        :param immediate: immediate data for the peer's receive, 0..2**32-1; None for none.
+        :param immediate: immediate data for the peer's receive, 0..2**32-1; None to send none.
         :param fence: start only after the earlier RDMA READ and atomic requests of this queue pair have completed.
         :param solicited: raise a solicited event at the peer's completion queue.
-        :param to: destination of the datagram, from `AddressHandle.to`; for queue pairs of type UD, which need it, and
-            for no others.
+        :param to: destination of the datagram, from `AddressHandle.to`; required for queue pairs of type UD, and not
+            allowed for others.
         :param srq_number: number of the peer's shared receive queue; for queue pairs of type XRC_SEND only.
         :returns: the `Operation`. See `SendVerbs` for the errors.
         """
@@ -915,7 +921,7 @@ cdef class SendVerbs:
     def invalidate(self, rkey, *, bint fence=False):
         """Invalidate the key of a type 2 memory window that was bound on this queue pair (LOCAL INVALIDATE).
 
-        Awaiting the operation returns None when peers cannot use the key any more.
+        Awaiting the operation returns None when peers can no longer use the key.
 
         :param rkey: the window's key, 0..2**32-1.
         :param fence: start only after the earlier RDMA READ and atomic requests of this queue pair have completed.
@@ -927,12 +933,12 @@ cdef class SendVerbs:
 cdef class QueuePairVerbs(SendVerbs):
     """Verbs of a queue pair: those of `SendVerbs`, their ``_nowait`` forms, and receives.
 
-    A ``_nowait`` form raises `anyio.WouldBlock`, and posts nothing, where the queue is full. Its other errors, and the
+    A ``_nowait`` form raises `anyio.WouldBlock` and posts nothing if the queue is full. Its other errors, and the
     result of awaiting its operation, are those of the method without ``_nowait``.
     """
 
     def _requests_begin(self, QpWorkState requests):
-        """Set the work state that the verbs use: called when the queue pair opens, and with None when it closes."""
+        """Set the work state that the verbs use. Called when the queue pair opens, and with None when it closes."""
         cdef section within
         section_enter(&within, <PyObject *>self)
         before, self._requests = self._requests, requests
@@ -942,11 +948,11 @@ cdef class QueuePairVerbs(SendVerbs):
         """Post a request as `write` does, but never wait for a place in the send queue.
 
         :param local: registered memory to read from.
-        :param remote: the peer's memory to write to; as many bytes as `local`.
+        :param remote: the peer's memory to write to, as long as `local`.
         :param fence: start only after the earlier RDMA READ and atomic requests have completed.
         :param srq_number: number of the peer's shared receive queue; for queue pairs of type XRC_SEND only.
         :returns: the posted `Operation`.
-        :raises anyio.WouldBlock: the send queue is full; nothing was posted.
+        :raises anyio.WouldBlock: the send queue is full; nothing is posted. Other errors are those of `write`.
         """
         return self._rdma(RDMA_WRITE, local, remote, None, FENCE if fence else 0, srq_number, True)
 
@@ -957,13 +963,14 @@ cdef class QueuePairVerbs(SendVerbs):
         """Post a request as `write_with_immediate` does, but never wait for a place in the send queue.
 
         :param local: registered memory to read from; None for a write of 0 bytes.
-        :param remote: the peer's memory to write to; as many bytes as `local`.
+        :param remote: the peer's memory to write to, as long as `local`.
         :param immediate: immediate data for the peer's receive, 0..2**32-1.
         :param fence: start only after the earlier RDMA READ and atomic requests have completed.
         :param solicited: raise a solicited event at the peer's completion queue.
         :param srq_number: number of the peer's shared receive queue; for queue pairs of type XRC_SEND only.
         :returns: the posted `Operation`.
-        :raises anyio.WouldBlock: the send queue is full; nothing was posted.
+        :raises anyio.WouldBlock: the send queue is full; nothing is posted. Other errors are those of
+            `write_with_immediate`.
         """
         flags = (FENCE if fence else 0) | (SOLICITED if solicited else 0)
         return self._rdma(RDMA_WRITE_WITH_IMM, local, remote, immediate, flags, srq_number, True)
@@ -972,11 +979,11 @@ cdef class QueuePairVerbs(SendVerbs):
         """Post a request as `read` does, but never wait for a place in the send queue.
 
         :param local: memory to write to, registered with ``LOCAL_WRITE``.
-        :param remote: the peer's memory to read from; as many bytes as `local`.
+        :param remote: the peer's memory to read from, as long as `local`.
         :param fence: start only after the earlier RDMA READ and atomic requests have completed.
         :param srq_number: number of the peer's shared receive queue; for queue pairs of type XRC_SEND only.
         :returns: the posted `Operation`.
-        :raises anyio.WouldBlock: the send queue is full; nothing was posted.
+        :raises anyio.WouldBlock: the send queue is full; nothing is posted. Other errors are those of `read`.
         """
         return self._rdma(RDMA_READ, local, remote, None, FENCE if fence else 0, srq_number, True)
 
@@ -986,13 +993,13 @@ cdef class QueuePairVerbs(SendVerbs):
         """Post a request as `send` does, but never wait for a place in the send queue.
 
         :param local: registered memory that holds the message; None for a message of 0 bytes.
-        :param immediate: immediate data for the peer's receive, 0..2**32-1; None for none.
+        :param immediate: immediate data for the peer's receive, 0..2**32-1; None to send none.
         :param fence: start only after the earlier RDMA READ and atomic requests have completed.
         :param solicited: raise a solicited event at the peer's completion queue.
         :param to: destination of the datagram; for queue pairs of type UD only.
         :param srq_number: number of the peer's shared receive queue; for queue pairs of type XRC_SEND only.
         :returns: the posted `Operation`.
-        :raises anyio.WouldBlock: the send queue is full; nothing was posted.
+        :raises anyio.WouldBlock: the send queue is full; nothing is posted. Other errors are those of `send`.
         """
         flags = (FENCE if fence else 0) | (SOLICITED if solicited else 0)
         opcode = SEND if immediate is None else SEND_WITH_IMM
@@ -1009,7 +1016,8 @@ cdef class QueuePairVerbs(SendVerbs):
         :param solicited: raise a solicited event at the peer's completion queue.
         :param srq_number: number of the peer's shared receive queue; for queue pairs of type XRC_SEND only.
         :returns: the posted `Operation`.
-        :raises anyio.WouldBlock: the send queue is full; nothing was posted.
+        :raises anyio.WouldBlock: the send queue is full; nothing is posted. Other errors are those of
+            `send_with_invalidate`.
         """
         flags = (FENCE if fence else 0) | (SOLICITED if solicited else 0)
         key = _uint(rkey, 32, "rkey")
@@ -1026,7 +1034,8 @@ cdef class QueuePairVerbs(SendVerbs):
         :param fence: start only after the earlier RDMA READ and atomic requests have completed.
         :param srq_number: number of the peer's shared receive queue; for queue pairs of type XRC_SEND only.
         :returns: the posted `Operation`.
-        :raises anyio.WouldBlock: the send queue is full; nothing was posted.
+        :raises anyio.WouldBlock: the send queue is full; nothing is posted. Other errors are those of
+            `compare_and_swap`.
         """
         return self._atomic(CMP_AND_SWP, remote, compare, swap, FENCE if fence else 0, srq_number, True)
 
@@ -1038,7 +1047,7 @@ cdef class QueuePairVerbs(SendVerbs):
         :param fence: start only after the earlier RDMA READ and atomic requests have completed.
         :param srq_number: number of the peer's shared receive queue; for queue pairs of type XRC_SEND only.
         :returns: the posted `Operation`.
-        :raises anyio.WouldBlock: the send queue is full; nothing was posted.
+        :raises anyio.WouldBlock: the send queue is full; nothing is posted. Other errors are those of `fetch_and_add`.
         """
         return self._atomic(FETCH_AND_ADD, remote, add, 0, FENCE if fence else 0, srq_number, True)
 
@@ -1048,25 +1057,26 @@ cdef class QueuePairVerbs(SendVerbs):
         :param rkey: the window's key, 0..2**32-1.
         :param fence: start only after the earlier RDMA READ and atomic requests have completed.
         :returns: the posted `Operation`.
-        :raises anyio.WouldBlock: the send queue is full; nothing was posted.
+        :raises anyio.WouldBlock: the send queue is full; nothing is posted. Other errors are those of `invalidate`.
         """
         return self._invalidate(rkey, FENCE if fence else 0, True)
 
     def _bind_window(self, MemoryWindow window not None, RegionSlice piece not None, access, fence, nowait):
-        """Post the binding of a memory window to a piece of a region.
+        """Post a request that binds a memory window to a part of a memory region.
 
-        :returns: the `Operation`; awaiting it returns the `RemoteRegion` with the window's new key.
-        :raises ValueError: the region was registered without ``MW_BIND``, or belongs to another context. See
-            `SendVerbs` for other errors.
+        :returns: the `Operation`; awaiting it returns a `RemoteRegion` with the window's new key.
+        :raises ValueError: the region was registered without ``MW_BIND``, or belongs to a different context than the
+            window. See `SendVerbs` for other errors.
+        :raises anyio.WouldBlock: the send queue is full and `nowait` is True; nothing is posted.
         """
         return self._bind(window, piece, access, FENCE if fence else 0, nowait)
 
     def receive(self, local):
         """Receive the next message into local memory (``ibv_post_recv``).
 
-        Messages fill receives in the order in which the receives were posted; where the receive queue is full, the
-        request waits for a place. Awaiting the operation returns a `Received`, and raises `WorkCompletionError` where
-        the receive was flushed or the message did not fit.
+        Messages fill receives in the order in which the receives were posted; if the receive queue is full, the request
+        waits for a place. Awaiting the operation returns a `Received`; it raises `WorkCompletionError` if the receive
+        was flushed or the message did not fit.
 
         :param local: memory for the message, registered with ``LOCAL_WRITE`` and at least as long as the message: a
             `MemoryRegion`, a slice of one, or a list of at most ``max_recv_sge`` of these. None for a message of 0
@@ -1079,7 +1089,8 @@ cdef class QueuePairVerbs(SendVerbs):
         :raises TypeError: local memory is not registered.
         :raises QueuePairStateError: the queue pair is in RESET.
         :raises BrokenResourceError: the queue pair is in an error state; ``__cause__`` is the first error.
-        :raises ValueError: the queue pair uses a shared receive queue, or the memory does not suit.
+        :raises ValueError: the queue pair has no receive queue of its own, or the memory is not suitable (no
+            ``LOCAL_WRITE``, another protection domain, too many pieces, too long).
         :raises VerbsError: ``ibv_post_recv`` failed.
         """
         return self._receive(local, False)
@@ -1089,12 +1100,12 @@ cdef class QueuePairVerbs(SendVerbs):
 
         :param local: memory for the message, registered with ``LOCAL_WRITE``; None for a message of 0 bytes.
         :returns: the posted `Operation`.
-        :raises anyio.WouldBlock: the receive queue is full; nothing was posted.
+        :raises anyio.WouldBlock: the receive queue is full; nothing is posted. Other errors are those of `receive`.
         """
         return self._receive(local, True)
 
     def _receive_into(self, Inbox inbox not None, local):
-        # Post a receive whose message goes to an inbox; the caller has made sure that the queue has a place.
+        # Post a receive whose message goes to an inbox; the caller has made sure that the queue has a free place.
         return self._receive(local, True, inbox)
 
     cdef Operation _receive(self, object local, bint nowait, Inbox inbox=None):
@@ -1118,8 +1129,8 @@ cdef class QueuePairVerbs(SendVerbs):
 
 
 cdef int _scatter(Operation operation, request *wr, object local, ProtectionDomain pd, bint datagrams) except -1:
-    # Make `local` the memory of a receive, with the errors of `_gather`. The global routing header of a datagram comes
-    # before the message, and goes to scratch memory of the queue.
+    # Make `local` the memory of a receive, with the errors of `_gather`. With `datagrams`, a global routing header
+    # comes before the message and goes to scratch memory of the queue.
     if datagrams:
         operation.scratch = WANTED
         wr.receive.num_sge = 1
@@ -1133,7 +1144,7 @@ cdef class ReceiveVerbs:
     cdef ProtectionDomain _queue_pd
 
     def _receives_begin(self, SharedReceiveQueue handle not None, ProtectionDomain pd not None, max_wr, max_sge, cq):
-        # Called when the shared receive queue opens. Return its new `WorkQueue`.
+        # Make a `WorkQueue` for the shared receive queue that is being opened, and return it.
         cdef section within
         cdef WorkQueue queue = _queue(handle, None, cq, max_wr, max_sge, None)
         queue.receives = True
@@ -1150,10 +1161,11 @@ cdef class ReceiveVerbs:
         return queue
 
     def receive(self, local):
-        """Receive the next message of any attached queue pair into local memory (``ibv_post_srq_recv``).
+        """Receive the next message that arrives at any attached queue pair into local memory (``ibv_post_srq_recv``).
 
-        Awaiting the operation returns a `Received`, whose ``qp_num`` names the queue pair. Where the queue is full, the
-        request waits for a place.
+        If the queue is full, the request waits for a place. Awaiting the operation returns a `Received`, whose
+        ``qp_num`` is the number of the queue pair that received the message; it raises `WorkCompletionError` if the
+        receive failed, for example because the message did not fit.
 
         :param local: memory for the message, as for `QueuePair.receive`; None for a message of 0 bytes.
         :returns: the `Operation`.
@@ -1161,8 +1173,9 @@ cdef class ReceiveVerbs:
         :raises AffinityError: the caller is not on the thread and event loop that own the queue.
         :raises ConcurrentAccessError: another thread is inside a verb of the same thread domain.
         :raises TypeError: local memory is not registered.
-        :raises BrokenResourceError: all completion queues that the receives complete in have failed.
-        :raises ValueError: the memory does not suit.
+        :raises BrokenResourceError: all completion queues in which the receives complete have failed.
+        :raises ValueError: the memory is not suitable (no ``LOCAL_WRITE``, another protection domain, too many pieces,
+            too long).
         :raises VerbsError: ``ibv_post_srq_recv`` failed.
         """
         return self._receive(local, False)
@@ -1172,12 +1185,12 @@ cdef class ReceiveVerbs:
 
         :param local: memory for the message, registered with ``LOCAL_WRITE``; None for a message of 0 bytes.
         :returns: the posted `Operation`.
-        :raises anyio.WouldBlock: the queue is full; nothing was posted.
+        :raises anyio.WouldBlock: the queue is full; nothing is posted. Other errors are those of `receive`.
         """
         return self._receive(local, True)
 
     def _receive_into(self, Inbox inbox not None, local):
-        # Post a receive whose message goes to an inbox; the caller has made sure that the queue has a place.
+        # Post a receive whose message goes to an inbox; the caller has made sure that the queue has a free place.
         return self._receive(local, True, inbox)
 
     cdef Operation _receive(self, object local, bint nowait, Inbox inbox=None):
@@ -1205,7 +1218,10 @@ cdef class ReceiveVerbs:
 
 
 def attach(WorkQueue queue not None, CqDispatcher dispatcher not None, QpWorkState requests not None):
-    """Attach a queue pair to a shared receive queue: its receives come from there, and complete in its own receive CQ.
+    """Attach a queue pair to a shared receive queue.
+
+    Messages for the queue pair then fill receives of the shared receive queue, and these complete in the queue pair's
+    own receive completion queue.
 
     :param queue: work queue of the shared receive queue.
     :param dispatcher: dispatcher of the queue pair's receive completion queue.
@@ -1230,7 +1246,7 @@ def attach(WorkQueue queue not None, CqDispatcher dispatcher not None, QpWorkSta
 
 
 def detach(WorkQueue queue not None, CqDispatcher dispatcher not None, QpWorkState requests not None):
-    """Undo `attach` after the queue pair was destroyed.
+    """Undo `attach`. Called after the queue pair was destroyed.
 
     :param queue: work queue of the shared receive queue.
     :param dispatcher: dispatcher of the queue pair's receive completion queue.
@@ -1259,7 +1275,8 @@ cdef bint _serves(CqDispatcher dispatcher, WorkQueue queue) except -1:
 
 
 cdef uint64_t _uint(object value, int bits, str name) except? 0xFFFFFFFFFFFFFFF7:
-    # Return the value as a number; raise ValueError where it does not fit, TypeError where it is no integer.
+    # Return the value as a number; raise ValueError if it does not fit in `bits` bits, TypeError if it is not an
+    # integer.
     number = PyNumber_Index(value)          # __index__, since __int__ would truncate a float
     if number < 0 or number >> bits:
         raise ValueError(f"`{name}` must fit in {bits} bits, got {value}")
@@ -1267,7 +1284,8 @@ cdef uint64_t _uint(object value, int bits, str name) except? 0xFFFFFFFFFFFFFFF7
 
 
 cdef int _set_ud_destination(QpWorkState requests, Operation operation, request *wr, Destination to) except -1:
-    # Set and pin the destination of a datagram. Raise ValueError where there is none, or the queue pair takes none.
+    # Set and pin the destination of a datagram. Raise ValueError if `to` is None, or if the queue pair takes no
+    # destination.
     if requests.handle._type != UD:
         raise ValueError(f"{requests.handle!r} is not of type UD: leave `to` out")
     if to is None:
@@ -1282,7 +1300,8 @@ cdef int _set_ud_destination(QpWorkState requests, Operation operation, request 
 
 
 cdef int _set_xrc_srq(QpWorkState requests, request *wr, object number) except -1:
-    # Set the peer's shared receive queue. Raise ValueError where there is none, or the queue pair takes none.
+    # Set the number of the peer's shared receive queue. Raise ValueError if `number` is None, or if the queue pair
+    # takes none.
     if requests.handle._type != XRC_SEND:
         raise ValueError(f"{requests.handle!r} is not of type XRC_SEND: leave `srq_number` out")
     if number is None:

@@ -2,17 +2,17 @@
 
 @cython.final
 cdef class WorkQueue:
-    """Work queue: the send queue or the receive queue of a queue pair, or a shared receive queue. A `QpWorkState`, or
-    an opening shared receive queue, makes it.
+    """Work queue: the send queue or the receive queue of a queue pair, or a shared receive queue. Made by a
+    `QpWorkState`, or by a shared receive queue when it opens.
 
-    A work queue posts no more requests than it has places, so that the device never refuses a request for that reason.
-    A request that finds no place waits, first come, first served, and is posted when earlier requests complete.
+    A work queue posts no more requests than it has places, so that the device never refuses a request for lack of
+    space. A request that finds no place waits, first come, first served, and is posted when earlier requests complete.
     """
 
     cdef readonly Handle handle         # QueuePair or SharedReceiveQueue
-    cdef readonly CqDispatcher dispatcher   # of its completions; None: a shared receive queue without a CQ
-    cdef QpWorkState requests              # of the queue pair; None: a shared receive queue
-    cdef uint32_t qp_num                # of the queue pair, valid after it is destroyed; 0: a shared receive queue
+    cdef readonly CqDispatcher dispatcher   # of its completions; None for a shared receive queue without a CQ
+    cdef QpWorkState requests              # of the queue pair; None for a shared receive queue
+    cdef uint32_t qp_num                # of the queue pair, valid after it is destroyed; 0 for a shared one
     cdef list dispatchers               # of a shared receive queue: dispatchers of its queue pairs, each once
     cdef slots own_slots                # of a shared receive queue
     cdef slots *slots                   # slots of its requests
@@ -32,9 +32,9 @@ cdef class WorkQueue:
     cdef PyObject *last
     cdef finalizer_lock waiting_lock    # protects the list of waiting operations
     cdef bint any_thread                # of a shared receive queue: see `_is_any_thread`
-    cdef list chain                     # operations to post together; None for none
+    cdef list chain                     # operations to post together; None if there are none
     cdef request *chain_wrs             # their requests, an array of CHAIN; or NULL
-    cdef object idle                    # callback for an empty queue; None for none
+    cdef object idle                    # callback for an empty queue; None if there is none
     cdef object make_scratch            # returns a RegionSlice of `scratch_bytes` for each place
     cdef RegionSlice scratch
     cdef list free_scratch
@@ -45,7 +45,7 @@ cdef class WorkQueue:
     cdef readonly uint64_t doorbells
     cdef readonly uint32_t high_water
     cdef dict errors                    # number of failed requests by status
-    cdef object inboxes                 # inboxes that it fills, a weakref.WeakSet; None for none
+    cdef object inboxes                 # inboxes that it fills, a weakref.WeakSet; None if there are none
     cdef list still_pinned              # pins (_Run) of memory that the device may still write after an abandon
 
     def __cinit__(self):
@@ -60,29 +60,30 @@ cdef class WorkQueue:
 
     @property
     def in_flight(self):
-        """Number of places in use by requests that have not completed."""
+        """Number of places taken by requests that have not completed."""
         return self.used
 
     @property
     def queued(self):
-        """Number of requests that wait for a place."""
+        """Number of requests that wait for a place in the queue."""
         return self.waiting
 
     @property
     def depth(self):
-        """Number of places."""
+        """Number of places in the queue, that is, of requests that may be in flight at the same time."""
         return self.limit
 
     @property
     def failed(self):
-        """Number of failed requests by status: a new dict of `WcStatus` to int; empty for none."""
+        """Numbers of failed requests by their status: a new dict of `WcStatus` to int, empty if no request has
+        failed."""
         return dict(self.errors) if self.errors is not None else {}
 
     def abandon(self, int status, error):
-        """End all requests after the object was destroyed. Inboxes end normally.
+        """End all requests after the queue pair or shared receive queue was destroyed. Inboxes end normally.
 
-        :param status: ``enum ibv_wc_status`` that the requests end with.
-        :param error: exception that the requests end with; None: only the status.
+        :param status: ``enum ibv_wc_status`` with which the requests end.
+        :param error: exception that awaiting the requests raises; None if it follows from the status.
         """
         cdef section within
         section_enter(&within, _section(self))
@@ -113,7 +114,7 @@ cdef class WorkQueue:
     # ---- Awaiting
 
     cdef object _loop_of_caller(self):
-        # Return the event loop of the caller; raise RuntimeError where none is running.
+        # Return the event loop of the caller; raise RuntimeError if none is running.
         if _is_bound(self.handle.affinity):
             return self.handle.affinity.loop    # the caller passed the owner check
         try:
@@ -122,8 +123,8 @@ cdef class WorkQueue:
             raise RuntimeError("aioverbs needs an asyncio event loop, and none is running here") from None
 
     cdef int _poll_for(self, Operation operation, bint spins) except -1:
-        # A caller asks whether the operation is done: poll for its completion. Refuse a caller that is not the owner by
-        # AffinityError, even if the operation is done.
+        # Poll for the completion of the operation, with the errors of `CqDispatcher._poll_for`. Raise AffinityError if
+        # the caller is not the owner, even if the operation is done.
         cdef CqDispatcher dispatcher = self.dispatcher
         if dispatcher is not None:
             dispatcher._poll_for(operation, spins)
@@ -134,7 +135,7 @@ cdef class WorkQueue:
         return 0
 
     cdef int _awaited(self, Operation operation) except -1:
-        # A task is about to suspend for the operation.
+        # Note that a task is about to suspend for the operation.
         if operation.state == WAITING:
             operation.held_by_queue = True  # until the operation has a place
             Py_INCREF(operation)
@@ -142,12 +143,13 @@ cdef class WorkQueue:
         return self._need_turns()
 
     cdef int _unawaited(self, Operation operation) except -1:
-        # No task waits for the operation any more. Called by any thread; the operation is not done.
+        # Note that no task waits for the operation any longer. Can be called from any thread; the operation is not
+        # done.
         self._count_awaited(-1)
         return self._unhold(operation)
 
     cdef int _unhold(self, Operation operation) except -1:
-        # Drop the queue's reference, if it has one. The caller holds a reference to the operation.
+        # Drop the queue's reference to the operation, if it has one. The caller holds a reference to the operation.
         if operation.held_by_queue:
             operation.held_by_queue = False
             Py_DECREF(operation)
@@ -186,8 +188,8 @@ cdef class WorkQueue:
 
     cdef int _submit(self, Operation operation, request *wr, bint nowait) except -1:
         # Post the operation, or let it wait for places; with `nowait` raise WouldBlock instead. Raise
-        # ClosedResourceError where the queue is closing, BrokenResourceError where no completion would be dispatched,
-        # VerbsError where the verb fails. The caller has begun the verb (`Handle._use` for `ibv_post_send` or
+        # ClosedResourceError if the queue is closing, BrokenResourceError if no completion would be dispatched,
+        # VerbsError if the verb fails. The caller has begun the verb (`Handle._use` for `ibv_post_send` or
         # `ibv_post_recv`), and ends it afterwards.
         if self.closing:
             raise ClosedResourceError(f"{self.handle!r} is closed, or about to be")
@@ -201,7 +203,7 @@ cdef class WorkQueue:
                 "post fewer at once, or create it with more places"
             )
         if operation.scratch != UNUSED and self.scratch is None:
-            self._make_scratch()            # may run another thread: look for a place afterwards
+            self._make_scratch()            # may let another thread run: look for a place afterwards
         if self.first != NULL or self.used + operation.requests > self.limit:
             if nowait:
                 raise WouldBlock
@@ -209,7 +211,7 @@ cdef class WorkQueue:
         return self._begin(operation, wr)
 
     cdef bint _all_cqs_failed(self) except -1:
-        # Whether all completion queues that a shared receive queue completes in have failed.
+        # Whether all completion queues in which the receives of a shared receive queue complete have failed.
         for each in self.dispatchers:
             if (<CqDispatcher>each).error is None:
                 return False
@@ -261,7 +263,7 @@ cdef class WorkQueue:
         self.waiting -= (<_Extra>extra).places
 
     cdef void _withdraw(self, _Extra extra) noexcept:
-        # Take an operation that waits for places out of the list, while it is being freed, by any thread.
+        # Remove an operation that waits for places from the list while it is being freed, in any thread.
         finalizer_lock_acquire(&self.waiting_lock)
         self._remove_waiting(<PyObject *>extra)
         finalizer_lock_release(&self.waiting_lock)
@@ -298,8 +300,8 @@ cdef class WorkQueue:
         return operation
 
     cdef int _begin(self, Operation operation, request *wr) except -1:
-        # Post an operation, or chain it; the caller has made sure that there is a place. Raise VerbsError where the
-        # verb refuses it.
+        # Post an operation or chain it; the caller has made sure that there is a place. Raise VerbsError if the verb
+        # refuses it.
         cdef int error
         if operation.scratch != UNUSED:
             self._take_all_scratch(operation, wr)
@@ -319,7 +321,7 @@ cdef class WorkQueue:
         return 0
 
     cdef int _undo_begin(self, Operation operation, int error) except -1:
-        # The verb refused the request: release its place and raise the error.
+        # Release the place of a request that the verb refused, and raise the error.
         operation.state = NEW
         self._vacate(operation)
         if operation.raises:
@@ -328,7 +330,7 @@ cdef class WorkQueue:
         return 0
 
     cdef int _chain(self, Operation operation, request *wr) except -1:
-        # Keep the request, to be posted with others at the end of the turn, or now where the chain is full.
+        # Keep the request, to be posted with others at the end of the turn, or now if the chain is full.
         if self.chain_wrs == NULL:
             self.chain_wrs = request_grow(NULL, 0, CHAIN)
             if self.chain_wrs == NULL:
@@ -350,13 +352,13 @@ cdef class WorkQueue:
 
     cdef int _flush(self) except -1:
         # Post the chained requests with one doorbell; the last one completes for all of them. The caller has begun the
-        # verb. Where the device refuses a request, post the requests after it in another chain; its completion covers
-        # those before.
+        # verb. If the device refuses a request, post the requests after it in another chain, whose completion also
+        # covers the requests before it.
         cdef list chain = self.chain
         cdef request *requests = self.chain_wrs
         if chain is None:
             return 0
-        self.chain, self.chain_wrs = None, NULL  # other threads may begin another chain meanwhile
+        self.chain, self.chain_wrs = None, NULL  # other threads may begin another chain from now on
         try:
             self._post_chains(chain, requests)
         finally:
@@ -367,7 +369,8 @@ cdef class WorkQueue:
         return 0
 
     cdef int _post_chains(self, list chain, request *requests) except -1:
-        # Post as `_flush` says; give each refused operation to the dispatcher, which ends it with its error.
+        # Post the chained requests, as described for `_flush`; give each refused operation to the dispatcher, which
+        # ends it with its error.
         cdef list before = []           # posted without a completion of their own
         cdef Operation refused
         cdef Py_ssize_t accepted
@@ -388,7 +391,7 @@ cdef class WorkQueue:
         return 0
 
     cdef int _post_chain(self, list before, list chain, request *requests, Py_ssize_t *accepted) except? -1:
-        # Return 0, or the error of the verb and, in `accepted`, the number of accepted requests.
+        # Post one chain. Return 0, or the error of the verb; then `accepted` is the number of accepted requests.
         cdef Operation last = chain[len(chain) - 1]
         cdef v.ibv_send_wr *bad = NULL
         cdef v.ibv_qp *qp = (<QueuePair>self.handle).pointer
@@ -413,7 +416,7 @@ cdef class WorkQueue:
         return error
 
     cdef int _occupy(self, Operation operation) except -1:
-        # Give the operation a place. Raise MemoryError where there is no memory for that.
+        # Give the operation a place. Raise MemoryError if there is not enough memory for it.
         operation.wr_id = slots_take(self.slots, <void *>operation, self.kind)
         if not operation.wr_id:
             if operation.scratch != UNUSED:
@@ -437,7 +440,7 @@ cdef class WorkQueue:
         return 0
 
     cdef int _call(self, Operation operation, request *wr) noexcept:
-        # Call the verb, and return 0 or its error. The caller has begun the verb.
+        # Call the verb and return 0 or its error. The caller has begun the verb.
         cdef v.ibv_send_wr *bad = NULL
         cdef v.ibv_recv_wr *bad_receive = NULL
         cdef v.ibv_qp *qp
@@ -529,7 +532,7 @@ cdef class WorkQueue:
         return 0
 
     cdef int _make_scratch(self) except -1:
-        # Register the queue's scratch memory, on first use; errors of that are raised.
+        # Register the queue's scratch memory, on its first use. Errors of the registration are raised.
         scratch = self.make_scratch(self.limit * self.scratch_bytes)
         if self.scratch is None:            # no other thread was faster
             self.scratch = scratch
@@ -537,7 +540,7 @@ cdef class WorkQueue:
         return 0
 
     cdef int _take_scratch(self, Operation operation, request *wr) except -1:
-        # Take a piece of scratch memory for data that the device writes beside the caller's memory.
+        # Take a piece of scratch memory for data that the device writes in addition to the caller's memory.
         cdef uint32_t place = self.free_scratch.pop()
         operation.scratch = place
         wr.send.sg_list[0].addr = self._scratch_of(operation)
@@ -561,7 +564,8 @@ cdef class WorkQueue:
     # ---- Completion
 
     cdef int _completed(self, Operation operation, v.ibv_wc *wc) except -1:
-        # Handle a completion of the operation, and of the earlier ones that have none of their own.
+        # Handle a completion of the operation, which also covers earlier operations that have no completion of their
+        # own.
         cdef list unsignaled
         if operation.extra is None or operation.extra.unsignaled is None:
             return self._record_completion(operation, wc)
@@ -573,7 +577,7 @@ cdef class WorkQueue:
         return 0
 
     cdef int _record_completion(self, Operation operation, v.ibv_wc *wc) except -1:
-        # Record the outcome, and retire the operation; a batch only with the completion of its last request.
+        # Record the outcome and retire the operation; retire a batch only when its last request has completed.
         if _is_batch(operation):
             if not _element_completed(operation, wc):
                 return 0
@@ -620,7 +624,7 @@ cdef class WorkQueue:
     cdef int _retire(self, Operation operation) except -1:
         # Complete an operation and free its place. Steps that may run Python code come last.
         cdef uint32_t requests = operation.requests
-        if operation.state == DONE:     # ended by Python code that ran meanwhile, or with its queue
+        if operation.state == DONE:     # ended by Python code that ran in between, or with its queue
             return 0
         byte_write(&operation.state, DONE)
         slots_give(self.slots, operation.wr_id)
@@ -644,8 +648,8 @@ cdef class WorkQueue:
         return 0
 
     cdef int _notify(self, Operation operation) except -1:
-        # Release the memory of an ended operation, fill its inbox and wake its waiter. Read the waiter before Python
-        # code runs, which may end the await; wake the waiter even if that code raises.
+        # Release the memory of an operation that has ended, fill its inbox and wake its waiter. The waiter is read
+        # before Python code runs, which may end the await, and is woken even if that code raises.
         if operation.waiter is None and operation.extra is None:
             operation.keepalive = None
             return operation._unpin()
@@ -682,7 +686,7 @@ cdef class WorkQueue:
             except Exception as error:
                 refused = error
             operation = self._take_first(self.limit - self.used)
-            if operation is None:           # freed meanwhile
+            if operation is None:           # freed in the meantime
                 if refused is None:
                     self.handle._unuse()
                 return 0
@@ -716,8 +720,8 @@ cdef class WorkQueue:
         return 0
 
     cdef int _call_at_owner(self, callback) except -1:
-        # Have the owner's loop call `callback`. Do nothing where the owner's loop runs in a thread that does not own
-        # the handle: the callback would repeat for ever.
+        # Have the owner's loop call `callback`. Do nothing if the owner's loop runs in a thread that does not own the
+        # handle: the callback would repeat forever.
         loop = self.handle.affinity.loop
         if loop is asyncio._get_running_loop():
             return 0
@@ -728,7 +732,8 @@ cdef class WorkQueue:
         return 0
 
     def advance(self):
-        """Give free places to waiting requests, on the owner's loop, where another loop dispatched the completions."""
+        """Post waiting requests for which there are free places. Called on the owner's loop if another loop dispatched
+        the completions that freed the places."""
         cdef section within
         section_enter(&within, _section(self))
         try:
@@ -737,7 +742,8 @@ cdef class WorkQueue:
             section_leave(&within)
 
     def flush(self):
-        """Post the chained requests on the owner's loop, which the completion queue's loop may not do."""
+        """Post the chained requests, which were collected to be posted together. Called on the owner's loop, because
+        the loop that dispatches the completions may not post them."""
         cdef section within
         section_enter(&within, _section(self))
         try:
@@ -748,8 +754,8 @@ cdef class WorkQueue:
             section_leave(&within)
 
     cdef int _flush_chained(self) except -1:
-        # Called by the dispatcher, or by the owner where that is another loop. The queue is not in `chained` any more,
-        # so that only this call posts the chain, until the queue is in `chained` again.
+        # Post the chain. Called by the dispatcher, or on the owner's loop if that is another loop. The queue is no
+        # longer in `chained`, so that only this call posts the chain, until the queue is in `chained` again.
         if self.chain is None:          # posted, or abandoned
             return 0
         try:
@@ -770,15 +776,16 @@ cdef class WorkQueue:
         return 0
 
     def when_resumed(self, loop, callback):
-        """Call a callback on an event loop when the queue pair's state change by another thread may have ended.
+        """Have a callback called when a state change of the queue pair, made by another thread, may have ended.
 
-        :param loop: event loop that calls the callback.
+        :param loop: event loop that calls the callback, soon if no change is in flight.
         :param callback: called without arguments.
         """
         (<QueuePair>self.handle)._call_when_resumed(loop, callback)
 
     def resume(self):
-        """Schedule waiting requests on the home loop, after another thread's state change."""
+        """Schedule the posting of waiting requests on the home loop. Called when a state change made by another thread
+        may have ended."""
         self._stall()
 
     cdef int _enter(self) except -1:
@@ -796,7 +803,7 @@ cdef class WorkQueue:
         return self._notify(operation)
 
     cdef int _refuse_waiting(self, int status, object error) except -1:
-        # End all waiting operations: nothing is posted here any more.
+        # End all waiting operations with `status`, or with `error` if that is not None: nothing more is posted here.
         cdef Operation operation
         while True:
             operation = self._take_first(0xFFFFFFFF)
@@ -814,7 +821,8 @@ cdef class WorkQueue:
         return 0
 
     cdef int _abandon(self, int status, object error) except -1:
-        # The object is destroyed: no request completes any more. A late completion finds an empty slot.
+        # End all requests, because the object is destroyed and they will not complete. A late completion finds an empty
+        # slot.
         cdef Operation operation
         cdef uint32_t index
         self._refuse_waiting(status, error)
@@ -831,7 +839,8 @@ cdef class WorkQueue:
         return 0
 
     cdef int _abandon_all_still_pinned(self, object error) except -1:
-        # Notify the waiters. The device may still write to the memory, which stays pinned until `_abandon`.
+        # End all requests in flight with `error` and notify the waiters. The device may still write to the memory,
+        # which stays pinned until `_abandon`.
         cdef Operation operation
         cdef uint32_t index
         for index in range(self.slots.size):
@@ -842,9 +851,9 @@ cdef class WorkQueue:
         return self._end_inboxes(error)
 
     cdef int _end_if_all_cqs_failed(self) except -1:
-        # For a shared receive queue. Notify the waiters when no completion queue works any more and every queue pair
-        # that received from the queue is reset. While a queue pair cannot be reset, the device may still write to the
-        # memory.
+        # For a shared receive queue. End its requests and notify the waiters if no completion queue works any longer
+        # and every queue pair that received from the queue is reset. As long as a queue pair is not reset, the device
+        # may still write to the memory.
         cdef bint in_use = False
         if not self._all_cqs_failed():
             return 0
@@ -861,8 +870,8 @@ cdef class WorkQueue:
         return self._end_inboxes(error)
 
     cdef int _abandon_still_pinned(self, Operation operation, object error) except -1:
-        # For example a receive of an XRC shared receive queue, which queue pairs of other processes use as long as it
-        # exists: its memory stays pinned until then.
+        # End an operation whose memory the device may still write, such as a receive of an XRC shared receive queue,
+        # which queue pairs of other processes use as long as it exists. The memory stays pinned until `_abandon`.
         if self.still_pinned is None:
             self.still_pinned = []
         self.still_pinned += operation._take_pins()
@@ -881,7 +890,7 @@ cdef class WorkQueue:
 
 
 cdef enum:
-    CHAIN = 64                          # number of requests that are posted together at most
+    CHAIN = 64                          # maximum number of requests that are posted together
 
 
 cdef inline list _elements(Operation operation):
@@ -898,14 +907,14 @@ cdef inline bint _is_any_thread(WorkQueue queue) noexcept:
 
 
 cdef inline PyObject *_section(WorkQueue queue) noexcept:
-    # Return the object whose section protects the queue; NULL where only its owner's thread uses the queue.
+    # Return the object whose section protects the queue; NULL if only its owner's thread uses the queue.
     return _section_of_all if FREE_THREADED and queue is not None and _is_any_thread(queue) else NULL
 
 
 cdef int _join(list parts) except -1:
-    # The parts are used together from here on. Where any thread may use one of them, any thread may use all of them,
-    # and what they are used with. Parts with an owner have the same owner, whose thread calls this: no other thread
-    # uses them.
+    # Note that the parts are used together from now on. If any thread may use one of them, any thread may use all of
+    # them, and everything that is used with them. Parts with an owner have the same owner, whose thread calls this: no
+    # other thread uses them.
     for part in parts:
         if (<CqDispatcher>part).any_thread if isinstance(part, CqDispatcher) else (<WorkQueue>part).any_thread:
             for each in parts:
@@ -915,7 +924,7 @@ cdef int _join(list parts) except -1:
 
 
 cdef int _make_any_thread(object part) except -1:
-    # Let any thread use the part, and everything that is used with it.
+    # Let any thread use the part and everything that is used with it.
     cdef CqDispatcher dispatcher
     cdef WorkQueue queue
     if isinstance(part, WorkQueue):
@@ -966,7 +975,7 @@ cdef inline void _link_wrs(request *requests, Py_ssize_t count) noexcept:
 
 
 cdef Py_ssize_t _index_of_bad_wr(request *requests, Py_ssize_t count, v.ibv_send_wr *bad) noexcept:
-    # Return the index of the refused request; the last one for a device that does not report it.
+    # Return the index of the refused request; the index of the last request if the device does not report it.
     cdef Py_ssize_t at = 0
     while at < count - 1 and &requests[at].send != bad:
         at += 1
@@ -974,7 +983,7 @@ cdef Py_ssize_t _index_of_bad_wr(request *requests, Py_ssize_t count, v.ibv_send
 
 
 cdef object _received(Operation operation, v.ibv_wc *wc):
-    # Return a new `Received` of the completion of a receive.
+    # Return a new `Received` for the completion of a receive.
     cdef Received received = Received.__new__(Received)
     cdef uint32_t length = wc.byte_len
     received.local = operation.keepalive

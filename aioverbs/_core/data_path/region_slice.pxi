@@ -2,14 +2,15 @@
 
 @cython.no_gc_clear                 # its references are there until everything is counted back
 cdef class InFlightCount:
-    """Number of work requests in flight that use some memory. The requests also count for the parent memory.
+    """Number of work requests in flight that use a piece of memory. They are also counted for the parent memory, which
+    contains that piece.
 
-    Any thread may count: a method keeps the GIL from its first line to its last, or this object's section where there
-    is no GIL. A thread that closes the counter and then reads it misses nothing: a concurrent `add` either comes before
+    Any thread may count: a method holds the GIL from its first line to its last, or this object's section if there is
+    no GIL. A thread that closes the counter and then reads it misses nothing: a concurrent `add` either comes before
     and is counted, or comes after and is refused.
 
-    :param parent: counter of the memory that this memory is a part of; None for none.
-    :param idle: called each time that the count falls to 0, by any thread; must not raise.
+    :param parent: counter of the memory that this memory is a part of; None if there is none.
+    :param idle: called without arguments each time that the count falls to 0, in any thread; must not raise.
     """
 
     cdef Py_ssize_t _count
@@ -26,21 +27,23 @@ cdef class InFlightCount:
         self._idle = idle
 
     def __len__(self):
-        """Return the number of requests in flight, and of other users counted by `add`."""
+        """Return the count: the number of requests in flight, plus other users of the memory that `add` counted."""
         return self._count
 
     def __bool__(self):
-        """Return whether any is in flight."""
+        """Return whether the count is not 0, that is, whether the memory has any user."""
         return self._count > 0
 
     @property
     def receives(self):
-        """Number of receives in flight. Receives end when a message arrives or their queue is closed."""
+        """Number of receives among the requests in flight. A receive ends when a message arrives or its queue is
+        closed."""
         return self._receives
 
     @property
     def condition(self):
-        """Condition whose ``notify()`` is called each time that the count falls to 0, by any thread; None for none."""
+        """Condition whose ``notify()`` is called each time that the count falls to 0, in any thread; None if there is
+        none. It can be set."""
         return self._get_condition()
 
     @condition.setter
@@ -60,43 +63,44 @@ cdef class InFlightCount:
 
     @property
     def inherited(self):
-        """Whether the counter belongs to the process that this one was forked from."""
+        """Whether the counter was created in the parent process, before this process was forked."""
         return self._forks != Affinity._fork_count()
 
     @property
     def closed(self):
-        """Whether this counter was closed; the parent may be closed independently."""
+        """Whether `close` was called on this counter. The counter of the parent memory may be closed independently."""
         return self._closed
 
     def close(self):
-        """Refuse further use of the memory: `check` and `add` raise. Requests in flight continue."""
+        """Refuse further use of the memory: `check` and `add` raise ClosedResourceError. Requests in flight
+        continue."""
         self._set_closed(True)
 
     def check(self):
-        """Check that the memory, and the parent memory, may be used.
+        """Check that the memory, and the parent memory that contains it, may be used.
 
-        :raises ClosedResourceError: the memory is not registered any more, or was released to its pool.
+        :raises ClosedResourceError: the memory is no longer registered, or was released to its pool.
         """
         self._check()
 
     def reopen(self):
-        """Undo `close`."""
+        """Undo `close`: the memory may be used again."""
         self._set_closed(False)
 
     def add(self):
-        """Count one more user of the memory: a work request or anything else.
+        """Count one more user of the memory: a work request, or any other use.
 
-        :raises ClosedResourceError: the memory is closed.
+        :raises ClosedResourceError: this counter or the counter of the parent memory is closed.
         """
         self._add(1, 0)
 
     def discard(self):
-        """Count one user less; call once for each `add`."""
+        """Count one user fewer. Call this once for each `add`."""
         self._discard(1, 0)
 
     @cython.final
     cdef int _set_closed(self, bint closed) except -1:
-        # Close or reopen; a concurrent `_add` comes before or after as a whole.
+        # Close or reopen the counter; a concurrent `_add` takes effect as a whole before or after that.
         cdef section within
         section_enter(&within, <PyObject *>self)
         self._closed = closed
@@ -105,7 +109,7 @@ cdef class InFlightCount:
 
     @cython.final
     cdef int _check(self) except -1:
-        # Raise ClosedResourceError where this counter or a parent is closed.
+        # Raise ClosedResourceError if this counter or a parent is closed.
         if self._closed and self.parent is not None:
             raise ClosedResourceError("this buffer was released to its pool: lease another one")
         if self._closed:
@@ -131,15 +135,16 @@ cdef class InFlightCount:
 
     @cython.final
     cdef int _undo_add(self, Py_ssize_t count, Py_ssize_t receives) except -1:
-        # Another thread closed the counter after the parent had counted.
+        # Undo the parents' part of `_add`, because another thread closed this counter in between; then raise as
+        # `_check` does.
         if self.parent is not None:
             self.parent._discard(count, receives)
         self._check()
-        return self._add(count, receives)   # reopened meanwhile
+        return self._add(count, receives)   # reopened in the meantime
 
     @cython.final
     cdef int _discard(self, Py_ssize_t count, Py_ssize_t receives) except -1:
-        # Undo `_add`; call the callbacks of a count that falls to 0.
+        # Undo `_add`. If the count falls to 0, call the callbacks.
         cdef section within
         cdef bint idle
         section_enter(&within, <PyObject *>self)
@@ -176,8 +181,8 @@ cdef class _Run:
 cdef class Registered:
     """Base class of memory that is registered as one piece."""
 
-    # Not a `RegionSlice` of the whole: the slice would keep this object alive, and a dropped region must be noticed at
-    # once.
+    # Not a `RegionSlice` of the whole: the slice would keep this object alive, and a dropped region must be noticed
+    # immediately.
     cdef InFlightCount _pins
     cdef MemoryRegion _handle           # set when the region opens
     cdef int _access
@@ -188,7 +193,7 @@ cdef class Registered:
 
     @property
     def whole(self):
-        """All of the memory, as a new `RegionSlice`.
+        """The whole memory, as a new `RegionSlice`.
 
         :raises ClosedResourceError: the region is not open.
         """
@@ -199,7 +204,7 @@ cdef class Registered:
 
         :param key: a slice without a step.
         :raises ClosedResourceError: the region is not open.
-        :raises TypeError: `key` is no slice.
+        :raises TypeError: `key` is not a slice.
         :raises ValueError: `key` has a step.
         :raises IndexError: the part does not lie inside the memory.
         """
@@ -207,15 +212,15 @@ cdef class Registered:
 
 
 cdef class RegionSlice:
-    """A part of a memory region, without a copy.
+    """Part of a memory region, without a copy.
 
-    Slicing a region or a slice makes one. Its properties and `remote` raise `ClosedResourceError` after the region is
-    closed, or the buffer was released to its pool.
+    Made by slicing a region or another slice. Its properties and `remote` raise `ClosedResourceError` after the region
+    is closed, or the buffer was released to its pool.
 
     :param region: the open `MemoryRegion`.
     :param offset: offset of the first byte in the region, in bytes.
     :param length: length in bytes.
-    :param pins: counter of the requests in flight that use this part; None: the region's counter.
+    :param pins: counter of the requests in flight that use this part; None for the region's counter.
     :raises ClosedResourceError: the region is not open.
     :raises IndexError: the part does not lie inside the region.
     """
@@ -253,12 +258,14 @@ cdef class RegionSlice:
 
     @staticmethod
     def of_all(Registered region not None, MemoryRegion handle not None, InFlightCount pins not None, int access):
-        """Record the handle of a region that is being opened, and return a new slice of all of the region.
+        """Record the handle of a region that is being opened in that region.
 
         :param region: the region.
         :param handle: handle of the memory region (``struct ibv_mr``).
         :param pins: counter of the requests in flight that use the region.
-        :param access: access flags that the region was registered with.
+        :param access: access flags with which the region was registered.
+        :returns: a new `RegionSlice` of the whole region.
+        :raises ClosedResourceError: `handle` is closed.
         """
         region._pins = pins
         region._handle = handle
@@ -276,7 +283,13 @@ cdef class RegionSlice:
         return self.length
 
     def __getitem__(self, key):
-        """Return a part of this part, a new `RegionSlice`; errors as for the region, whether that is open or not."""
+        """Return a part of this part, a new `RegionSlice`. The region need not be open.
+
+        :param key: a slice without a step.
+        :raises TypeError: `key` is not a slice.
+        :raises ValueError: `key` has a step.
+        :raises IndexError: the part does not lie inside this part.
+        """
         cdef uint64_t start = 0, length = 0
         cdef RegionSlice part = RegionSlice.__new__(RegionSlice)
         _slice_bounds(key, self.length, self, &start, &length)
@@ -284,7 +297,7 @@ cdef class RegionSlice:
         return part
 
     cdef int _check_open(self) except -1:
-        # Raise ClosedResourceError, or a subclass, where the memory may not be used any more.
+        # Raise ClosedResourceError, or a subclass, if the memory may no longer be used.
         self.pins.check()
         self._handle._enter_memory()
         self._handle._leave()
@@ -301,7 +314,7 @@ cdef class RegionSlice:
 
     @property
     def sge(self):
-        """Scatter/gather entry (``struct ibv_sge``), a tuple: address, length in bytes, lkey.
+        """Scatter/gather entry (``struct ibv_sge``) for the memory, a tuple of its address, length in bytes and lkey.
 
         :raises ClosedResourceError: the memory is closed.
         """
@@ -310,7 +323,7 @@ cdef class RegionSlice:
 
     @property
     def buffer(self):
-        """Memory view of the bytes, without a copy.
+        """A `memoryview` of the bytes, without a copy.
 
         :raises ClosedResourceError: the memory is closed.
         """
@@ -318,7 +331,8 @@ cdef class RegionSlice:
         return self.region.buffer[self.offset : self.offset + self.length]
 
     def remote(self):
-        """Return a new `RemoteRegion`, which a peer needs to access this memory; the caller sends it to the peer.
+        """Return a new `RemoteRegion` for this memory. A peer needs it to access the memory; the caller sends it to the
+        peer.
 
         :raises ClosedResourceError: the memory is closed.
         """
@@ -327,7 +341,7 @@ cdef class RegionSlice:
 
 
 cdef RegionSlice _whole_of(Registered region):
-    # Return a new slice of all of the region. Raise ClosedResourceError where it is not open.
+    # Return a new slice of the whole region. Raise ClosedResourceError if the region is not open.
     cdef RegionSlice whole
     if region._handle is None:
         raise ClosedResourceError(f"{region!r} is not open: open it by `async with`; after closing, make a new one")
@@ -344,17 +358,17 @@ cdef RegionSlice _whole_of(Registered region):
 
 
 cdef int _check_borrowed(MemoryRegion handle) except -1:
-    # Raise BorrowedObjectClosedError where a lender has closed the region: its own pointer changes then.
+    # Raise BorrowedObjectClosedError if a lender has closed the region, which shows in the lender's own pointer.
     if handle._lender_slot != NULL and handle._lender_slot[0] != handle._lent_pointer:
         raise BorrowedObjectClosedError(repr(handle))
     return 0
 
 
 cdef class RemoteRegion:
-    """Memory of a peer: address, length and remote key. Immutable, and equal to one with the same numbers.
+    """Memory of a peer: address, length and remote key. Immutable, and equal to another one with the same numbers.
 
-    ``len()`` raises `OverflowError` where `length` exceeds ``sys.maxsize``: a peer can register all of its address
-    space. All other methods use `length`.
+    ``len()`` raises `OverflowError` if `length` exceeds ``sys.maxsize``, which is possible because a peer can register
+    its whole address space. All other methods use `length`.
 
     :param address: address of the first byte in the peer's address space, 0..2**64-1.
     :param length: length in bytes, 0..2**64-1.
@@ -388,11 +402,11 @@ cdef class RemoteRegion:
         return RemoteRegion, self._key()
 
     cdef tuple _key(self):
-        # Return what equality and the hash depend on.
+        # Return the numbers that equality and the hash depend on.
         return self.address, self.length, self.rkey
 
     def __len__(self):
-        """Return the length in bytes; raise OverflowError where it exceeds ``sys.maxsize``."""
+        """Return the length in bytes; raise OverflowError if it exceeds ``sys.maxsize``."""
         if self.length > <uint64_t>sys.maxsize:
             raise OverflowError(f"{self!r} exceeds the limit of len(): use `length`")
         return self.length
@@ -404,7 +418,7 @@ cdef class RemoteRegion:
         """Return a part of the memory, a new `RemoteRegion`.
 
         :param key: a slice without a step.
-        :raises TypeError: `key` is no slice.
+        :raises TypeError: `key` is not a slice.
         :raises ValueError: `key` has a step.
         :raises IndexError: the part does not lie inside the memory.
         """
@@ -417,7 +431,8 @@ cdef class RemoteRegion:
         return part
 
     def __bytes__(self):
-        """Return the wire format: 20 bytes in network byte order, that is address, length, key."""
+        """Return the wire format, 20 bytes in network byte order: address (8 bytes), length (8 bytes) and rkey (4
+        bytes)."""
         return _WIRE.pack(self.address, self.length, self.rkey)
 
     @classmethod
@@ -426,8 +441,8 @@ cdef class RemoteRegion:
 
         :param data: 20 bytes, any object with the buffer protocol.
         :returns: a new `RemoteRegion`.
-        :raises TypeError: `data` has no buffer protocol.
-        :raises ValueError: `data` has another length, or is not a valid region.
+        :raises TypeError: `data` does not support the buffer protocol.
+        :raises ValueError: `data` is not 20 bytes long, or does not describe a valid region.
         """
         view = memoryview(data).cast("B")
         if len(view) != _WIRE.size:

@@ -5,9 +5,10 @@ cdef class AddressHandle(Handle):
 
     :param pd: the protection domain.
     :param av: path to the peer, an `AddressVector`; over RoCE with a `dgid`.
-    :raises ValueError: the `dgid` has another length than 16 bytes.
+    :raises ValueError: the `dgid` is not 16 bytes long.
     :raises OverflowError: a number of `av` does not fit in its field.
-    :raises VerbsError: with EINVAL where this device has no such path: a port or GID index that it lacks, or no `dgid`.
+    :raises VerbsError: with EINVAL if this device has no such path: it lacks the port or the GID index, or `av` lacks a
+        `dgid`.
     """
 
     def __init__(self, ProtectionDomain pd not None, av):
@@ -46,7 +47,7 @@ cdef class AddressHandle(Handle):
 
     @staticmethod
     cdef object read(v.ibv_ah_attr *av):
-        # Return the path as a new `AddressVector`, whose `dgid` is empty where there is no global route.
+        # Return the path as a new `AddressVector`, whose `dgid` is empty if there is no global route.
         return AddressVector(
             dgid=(<char *>av.grh.dgid.raw)[:16] if av.is_global else b"",
             sgid_index=av.grh.sgid_index,
@@ -62,7 +63,7 @@ cdef class AddressHandle(Handle):
 
 
 cdef int _fill_av(v.ibv_ah_attr *to, av) except -1:
-    # Fill `to` from an `AddressVector`. Raise ValueError for a `dgid` of another length than 16 bytes or 0.
+    # Fill `to` from an `AddressVector`. Raise ValueError if the `dgid` is not empty and not 16 bytes long.
     cdef const unsigned char[:] dgid
     to.dlid = av.dlid
     to.sl = av.sl

@@ -4,7 +4,7 @@ cdef object _get_running_loop = None            # asyncio's function, imported w
 
 
 cdef object _running_loop():
-    # Return the event loop that runs in this thread; None for none.
+    # Return the event loop that runs in this thread; None if there is none.
     global _get_running_loop
     if _get_running_loop is None:
         _get_running_loop = importlib.import_module("asyncio")._get_running_loop
@@ -17,8 +17,9 @@ cdef str _name_of_loop(object loop):
 
 @cython.final
 cdef class _ThreadEnd:
-    # Stands in a thread-local variable of an owner's thread. Such variables go when the interpreter drops the thread
-    # state, which Thread.join waits for; before Python 3.13 it does not wait for the end of the system's thread.
+    # Stored in a thread-local variable of an owner's thread, to notice when that thread ends. Such variables are
+    # deleted when the interpreter drops the thread state, which Thread.join waits for; before Python 3.13, it does not
+    # wait for the end of the system's thread.
     cdef affinity_thread *thread
 
     def __dealloc__(self):
@@ -27,11 +28,12 @@ cdef class _ThreadEnd:
             affinity_thread_forget(self.thread)
 
 
-cdef object _ends = threading.local()      # no module variable: lasts as long as the process
+cdef object _ends = threading.local()      # not a module variable: lasts as long as the process
 
 
 cdef int _record_thread_end(affinity_thread *thread) except -1:
-    # Have the end of this thread, whose record is `thread`, noticed: affinity_thread_ended returns true afterwards.
+    # Make affinity_thread_ended return true for `thread`, the record of the current thread, after this thread has
+    # ended.
     cdef _ThreadEnd end = getattr(_ends, "end", None)
     if end is None or end.thread != thread:
         end = _ThreadEnd.__new__(_ThreadEnd)
@@ -42,11 +44,12 @@ cdef int _record_thread_end(affinity_thread *thread) except -1:
 
 @cython.final
 cdef class Affinity:
-    """Owner of verbs objects: which thread and event loop may call their verbs, one call at a time.
+    """Owner of verbs objects: the thread and event loop that may call their verbs, one call at a time.
 
-    `Affinity.of_running_loop` is for objects that take no locks: the running loop's thread calls their verbs, while
-    that loop runs. `Affinity.unbound` allows any thread. Both refuse a verb while another verb is in flight on any of
-    the objects: from another thread, or from inside the verb, such as an allocator's callback.
+    `Affinity.of_running_loop` is for objects that take no locks: only the running loop's thread may call their verbs,
+    while that loop is running. `Affinity.unbound` allows any thread. Both refuse a verb while another verb is in flight
+    on any of the objects, whether the call comes from another thread or from inside that verb, for example from an
+    allocator's callback.
 
     The handles of a domain are created with the affinity; each of their verbs checks it before the provider is called.
     """
@@ -64,7 +67,7 @@ cdef class Affinity:
 
     @staticmethod
     def of_running_loop():
-        """Return a new affinity that the running event loop and its thread own.
+        """Return a new affinity that is owned by the running event loop and its thread.
 
         :raises RuntimeError: no asyncio event loop is running in this thread.
         """
@@ -75,13 +78,14 @@ cdef class Affinity:
 
     @staticmethod
     def unbound():
-        """Return a new affinity without an owner: any thread may call, one at a time. Never fails."""
+        """Return a new affinity without an owner: any thread may call verbs, one call at a time. Never fails."""
         cdef Affinity self = Affinity.__new__(Affinity)
         self._forks = fork_count
         return self
 
     cdef int _bind(self) except -1:
-        # Make the running loop and its thread the owner. Raise RuntimeError where no asyncio loop is running here.
+        # Make the running loop and its thread the owner. Raise RuntimeError if no asyncio loop is running in this
+        # thread.
         cdef affinity_thread *thread = affinity_thread_self()
         loop = _running_loop()
         if not thread:
@@ -104,41 +108,42 @@ cdef class Affinity:
 
     @property
     def bound(self):
-        """Whether one thread and event loop own the affinity; False for `unbound`, which has no owner."""
+        """Whether the affinity has an owner, a thread and event loop; False if it was made by `unbound`."""
         return self._thread != NULL
 
     @property
     def thread_number(self):
-        """Number of the owner's thread, which no other thread ever gets; None without an owner."""
+        """Number of the owner's thread, which no other thread ever gets; None if there is no owner."""
         return (<affinity_thread *>self._thread).number if self._thread else None
 
     @property
     def inherited(self):
-        """Whether the affinity belongs to the process that this one was forked from."""
+        """Whether the affinity was created in the parent process, before this process was forked."""
         return self._forks != fork_count
 
     @property
     def orphaned(self):
-        """Whether the owner is gone, so that no call can be in flight: the loop is closed, or its thread has ended.
+        """Whether the owner is gone, that is, its loop is closed or its thread has ended: no call can be in flight
+        then.
 
-        False without an owner. Any thread may read it.
+        False if there is no owner. Can be read from any thread.
         """
         if not self._thread:
             return False
         return affinity_thread_ended(<affinity_thread *>self._thread) or self.loop.is_closed()
 
     def owns(self):
-        """Return whether the caller runs in the owner's thread and event loop, so that it may call a verb if none is in
-        flight.
+        """Return whether the caller runs in the owner's thread and event loop, so that it may call a verb if no other
+        verb is in flight.
 
-        Without an owner: True in the process that created the affinity, False in a child of a fork.
+        If there is no owner, return True. In the child of a fork, return False in both cases.
         """
         return self._forks == fork_count and (self._thread == NULL or self._is_owner())
 
     def take_over(self):
-        """Make the running loop and its thread the owner, after the old owner is gone.
+        """Make the running loop and its thread the new owner, after the previous owner is gone.
 
-        :raises AffinityError: the owner is not gone, or there is none.
+        :raises AffinityError: the previous owner is not gone, or the affinity has no owner.
         :raises RuntimeError: no asyncio event loop is running in this thread.
         """
         if not self.orphaned:
@@ -147,19 +152,19 @@ cdef class Affinity:
         self._inside = 0
 
     def check(self, what, str verb not None):
-        """Raise the error that a verb called here and now on `what` would raise; return None where it may be called.
+        """Check that the caller may call a verb on an object now. Return None if so.
 
-        :param what: the object, for the message.
-        :param verb: name of the verb, for the message.
+        :param what: the object, for the error message.
+        :param verb: name of the verb, for the error message.
         :raises AffinityError: another thread or event loop is the owner.
-        :raises ConcurrentAccessError: a verb is in flight.
+        :raises ConcurrentAccessError: another verb is in flight.
         :raises ForkedProcessError: the affinity was created before a fork, in the parent process.
         """
         self._enter(what, verb)
         self._leave()
 
     # Pair each success of _enter with one _leave. With a bound affinity only the owner's thread gets as far as
-    # `_inside`, which then detects re-entry; without an owner, threads claim `_inside` atomically. Raises the errors
+    # `_inside`, which then detects re-entry; without an owner, threads claim `_inside` atomically. Raise the errors
     # that `check` lists.
     cdef int _enter(self, object what, str verb) except -1:
         if self._forks != fork_count:
@@ -197,7 +202,8 @@ cdef class Affinity:
         return True
 
     cdef bint _has_same_owner(self, Affinity other) noexcept:
-        # Return whether both are bound, to one thread and loop; False for two affinities without an owner.
+        # Return whether both have an owner, and it is the same thread and loop; False for two affinities without an
+        # owner.
         return self._thread != NULL and self._thread == other._thread and self.loop is other.loop
 
     cdef str _wrong_caller_text(self, object what, str verb):
@@ -224,7 +230,7 @@ cdef class Affinity:
         )
 
     cdef str _owner(self):
-        # Return text that names thread and loop of the owner; only for a bound affinity.
+        # Return text that names the thread and the loop of the owner; only for a bound affinity.
         return f"thread {self.thread_name!r} with {_name_of_loop(self.loop)}"
 
     def __repr__(self):

@@ -4,8 +4,8 @@ cdef class CompletionChannel(Handle):
     """Completion channel: ``ibv_create_comp_channel``. Its file descriptor is non-blocking.
 
     :param context: the device.
-    :param affinity: owner of the channel; None: any thread.
-    :raises VerbsError: with EMFILE or ENOMEM.
+    :param affinity: owner of the channel; None if any thread may use it.
+    :raises VerbsError: with EMFILE if no file descriptor is left; with ENOMEM if memory ran out.
     """
 
     def __init__(self, Context context not None, *, Affinity affinity=None):
@@ -65,11 +65,11 @@ cdef class CompletionChannel(Handle):
             self._leave()
 
     def get_event(self):
-        """Take an event without waiting: ``ibv_get_cq_event``.
+        """Take the next event of the channel, without waiting: ``ibv_get_cq_event``.
 
-        Acknowledge each event by `CompletionQueue.ack_events` before the queue is destroyed.
+        Acknowledge each event with `CompletionQueue.ack_events` before its queue is destroyed.
 
-        :returns: the `CompletionQueue` of the event; None if no event is waiting.
+        :returns: the `CompletionQueue` that raised the event; None if no event is waiting.
         :raises AffinityError: the caller is not the channel's owner.
         :raises VerbsError: the verb failed.
         """
@@ -97,22 +97,24 @@ cdef class CompletionChannel(Handle):
 
 
 cdef class CompletionQueue(Handle):
-    """Completion queue: ``ibv_create_cq``, or ``ibv_create_cq_ex`` where `extended` or a later argument is used.
+    """Completion queue: ``ibv_create_cq``, or ``ibv_create_cq_ex`` if `extended`, `parent_domain` or `single_threaded`
+    is used.
 
-    A completion that finds the queue full is lost and breaks the queue for good: that raises ``EventType.CQ_ERR``, and
-    ``EventType.QP_FATAL`` for the queue pair of the completion.
+    A completion that arrives when the queue is full is lost and breaks the queue permanently. The device then raises
+    the asynchronous event ``EventType.CQ_ERR``, and ``EventType.QP_FATAL`` for the queue pair of the completion.
 
     :param context: the device.
     :param cqe: minimum capacity in completions; the property `cqe` has the actual one.
-    :param channel: completion channel for its events; None for none.
+    :param channel: completion channel for its events; None if it raises none.
     :param comp_vector: completion vector of its events, 0..num_comp_vectors-1.
-    :param extended: poll by ``ibv_start_poll`` and its relatives instead of ``ibv_poll_cq``.
-    :param parent_domain: parent domain that provides locks and memory; None for none.
-    :param single_threaded: take no lock (``IBV_CREATE_CQ_ATTR_SINGLE_THREADED``).
-    :param affinity: owner of the queue; None: the owner of the other arguments, or any thread.
-    :raises ValueError: `cqe` is less than 1, or an argument belongs to another context.
-    :raises VerbsError: with EINVAL where the device has no queue of that size or no such vector; with EOPNOTSUPP where
-        the provider lacks a feature; with the failure of a parent domain's allocator, whose exception is the cause.
+    :param extended: whether to poll with ``ibv_start_poll`` and related functions instead of ``ibv_poll_cq``.
+    :param parent_domain: parent domain that provides locks and memory; None if there is none.
+    :param single_threaded: whether the queue takes no lock (``IBV_CREATE_CQ_ATTR_SINGLE_THREADED``).
+    :param affinity: owner of the queue; None for the owner of the other arguments. If these have none either, any
+        thread may use the queue.
+    :raises ValueError: `cqe` is less than 1, or an argument belongs to another context or another owner.
+    :raises VerbsError: with EINVAL if the device has no queue of that size or no such vector; with EOPNOTSUPP if the
+        provider lacks a feature; also if a parent domain's allocator failed, whose exception is then the cause.
     """
 
     def __init__(
@@ -145,7 +147,12 @@ cdef class CompletionQueue(Handle):
         self, context, cqe, channel, int comp_vector, bint extended, ProtectionDomain parent_domain,
         bint single_threaded, str verb,
     ):
-        """Create the queue by `verb` and enter its parents, or raise and leave them as they were."""
+        """Create the queue with `verb`, which names the function, and count it as a user of its context, channel and
+        parent domain. If that fails, these are left unchanged.
+
+        :raises VerbsError: the verb failed.
+        :raises ClosedResourceError: the context, the channel or the parent domain is closed.
+        """
         cdef int error = 0
         use_ex = verb == "ibv_create_cq_ex"
         held = _enter_all((context, channel, parent_domain))
@@ -170,7 +177,8 @@ cdef class CompletionQueue(Handle):
             raise
 
     def _create_basic(self, Context context, int cqe, CompletionChannel channel, int comp_vector):
-        """Call ``ibv_create_cq``, and set `pointer`, NULL on failure. Return errno, valid on failure only."""
+        """Call ``ibv_create_cq`` and set `pointer`, to NULL on failure. Return errno, which is valid only on
+        failure."""
         cdef int error
         cdef ibv_comp_channel *channel_pointer = channel.pointer if channel is not None else NULL
         with nogil:
@@ -181,7 +189,8 @@ cdef class CompletionQueue(Handle):
     def _create_extended(
         self, Context context, int cqe, CompletionChannel channel, int comp_vector, ProtectionDomain domain, bint single
     ):
-        """Call ``ibv_create_cq_ex``, and set both pointers, NULL on failure. Return errno, valid on failure only."""
+        """Call ``ibv_create_cq_ex`` and set `pointer` and `extended_pointer`, to NULL on failure. Return errno, which
+        is valid only on failure."""
         cdef v.ibv_cq_init_attr_ex attr
         cdef int error
         memset(&attr, 0, sizeof(attr))
@@ -230,7 +239,7 @@ cdef class CompletionQueue(Handle):
 
     @property
     def cqe(self):
-        """Actual capacity in completions, at least the capacity asked for.
+        """Actual capacity in completions, which is at least the requested one.
 
         :raises ClosedResourceError: the queue is closed.
         """
@@ -241,13 +250,15 @@ cdef class CompletionQueue(Handle):
             self._leave()
 
     def resize(self, int cqe):
-        """Change the capacity: ``ibv_resize_cq``. Completions in the queue stay. Return None; see `cqe`.
+        """Change the capacity: ``ibv_resize_cq``. Completions stay in the queue. Return None; `cqe` has the new
+        capacity.
 
         :param cqe: minimum capacity in completions.
         :raises AffinityError: the caller is not the queue's owner.
         :raises ValueError: `cqe` is less than 1.
-        :raises VerbsError: with EINVAL where the queue holds more completions, or the device has no queue of that size;
-            with the failure of a parent domain's allocator, whose exception is the cause. The queue is unchanged.
+        :raises VerbsError: with EINVAL if the queue holds more completions than that, or the device has no queue of
+            that size; also if a parent domain's allocator failed, whose exception is then the cause. The queue is
+            unchanged.
         """
         cdef int error
         if cqe < 1:
@@ -267,15 +278,15 @@ cdef class CompletionQueue(Handle):
         self._check("ibv_resize_cq", error)
 
     def modify(self, uint16_t moderate_count, uint16_t moderate_period_us):
-        """Moderate the events of the queue: ``ibv_modify_cq``.
+        """Moderate the events of the queue, so that several completions raise one event: ``ibv_modify_cq``.
 
-        An event is raised after a number of completions, or after a time since the first of them. A 0 ends moderation.
+        An event is raised after a number of completions, or when a time has passed since the first of them.
 
-        :param moderate_count: number of completions, 0..65535.
-        :param moderate_period_us: time in microseconds, 0..65535.
+        :param moderate_count: number of completions, 0..65535; 0 ends moderation.
+        :param moderate_period_us: time in microseconds, 0..65535; 0 ends moderation.
         :raises AffinityError: the caller is not the queue's owner.
         :raises OverflowError: an argument is out of range.
-        :raises VerbsError: with EOPNOTSUPP where the provider does not support moderation.
+        :raises VerbsError: with EOPNOTSUPP if the provider does not support moderation.
         """
         cdef v.ibv_modify_cq_attr attr
         cdef int error
@@ -294,10 +305,10 @@ cdef class CompletionQueue(Handle):
     def request_notify(self, bint solicited_only=False):
         """Request one event for the next completion that is added: ``ibv_req_notify_cq``.
 
-        :param solicited_only: only for the next completion that the sender marked by ``SendFlags.SOLICITED``, or that
-            failed.
+        :param solicited_only: whether to wait for the next completion that the sender marked with
+            ``SendFlags.SOLICITED``, or that failed.
         :raises AffinityError: the caller is not the queue's owner.
-        :raises VerbsError: with EINVAL where the queue has no channel.
+        :raises VerbsError: with EINVAL if the queue has no channel.
         """
         self._use("ibv_req_notify_cq")
         try:
@@ -308,9 +319,10 @@ cdef class CompletionQueue(Handle):
     def ack_events(self, int count=1):
         """Acknowledge events that `CompletionChannel.get_event` returned: ``ibv_ack_cq_events``.
 
-        :param count: number of events of this queue.
+        :param count: number of events of this queue to acknowledge.
         :raises AffinityError: the caller is not the queue's owner.
-        :raises ValueError: fewer events were taken and not acknowledged, or `count` is negative; nothing was done.
+        :raises ValueError: `count` is negative, or exceeds the number of events that were taken and not acknowledged;
+            nothing is done.
         """
         self._use_memory("ibv_ack_cq_events")
         try:

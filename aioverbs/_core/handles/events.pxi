@@ -33,8 +33,8 @@ cdef object _port_events = frozenset(
 cdef class AsyncEvent:
     """Asynchronous event: ``struct ibv_async_event``, taken by ``ibv_get_async_event``.
 
-    Until the event is acknowledged, its object cannot be destroyed. An event that is dropped acknowledges itself, with
-    a ResourceWarning.
+    Until the event is acknowledged, its object cannot be destroyed. If an event is dropped before that, it is
+    acknowledged automatically, with a ResourceWarning.
 
     `event_type` is an `EventType`. `element` is the queue pair, completion queue or shared receive queue of the event,
     and `port_num` the number of its port. Each is None if it does not apply; both are None if the event is about
@@ -50,14 +50,14 @@ cdef class AsyncEvent:
 
     @property
     def acknowledged(self):
-        """Whether `ack` was called. Never fails."""
+        """Whether the event was acknowledged. Never fails."""
         return not self._unacknowledged
 
     def ack(self):
         """Acknowledge the event, once and from any thread: ``ibv_ack_async_event``.
 
         :raises ValueError: the event was acknowledged before.
-        :raises ForkedProcessError: called in the child of a fork; the event is the parent's.
+        :raises ForkedProcessError: the event was taken in the parent process, before this process was forked.
         """
         if self._pinned_handle is not None and self._pinned_handle._forks != fork_count:
             raise ForkedProcessError(repr(self._pinned_handle))
@@ -74,7 +74,7 @@ cdef class AsyncEvent:
 
 
 cdef int _acknowledge(AsyncEvent event) except -1:
-    # Call the acknowledging verb, and release the event's handle; the caller has set `_unacknowledged` to 0.
+    # Call the acknowledging verb and release the event's handle; the caller has set `_unacknowledged` to 0.
     event._pinned_handle.context.table.ack_async_event(&event.event)
     gate_leave_many(&event._pinned_handle._async_events, 1)
     event._pinned_handle._leave()
@@ -82,7 +82,7 @@ cdef int _acknowledge(AsyncEvent event) except -1:
 
 
 cdef AsyncEvent _take_event(Context context):
-    # Return the next event, to be acknowledged; None if none is waiting. Raise VerbsError where the verb fails.
+    # Return the next event, to be acknowledged; None if none is waiting. Raise VerbsError if the verb fails.
     cdef AsyncEvent taken = AsyncEvent.__new__(AsyncEvent)  # created first: a taken event must not be lost
     cdef Handle held
     cdef int error
@@ -107,8 +107,8 @@ cdef AsyncEvent _take_event(Context context):
 
 
 cdef Handle _element(v.ibv_async_event *event):
-    # Return the handle of the event's queue pair, completion queue or shared receive queue; None where the event is
-    # about none of those, or the object has no handle. The context field of an object is its handle, if the object has
+    # Return the handle of the event's queue pair, completion queue or shared receive queue; None if the event is about
+    # none of those, or if the object has no handle. The context field of an object is its handle, if the object has
     # one: other code may have made objects on an adopted context. The ledger holds handles by address, and keeps each
     # alive until its destroying verb has returned.
     kind = _element_kinds.get(<int>event.event_type)

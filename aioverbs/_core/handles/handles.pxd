@@ -36,7 +36,7 @@ cdef extern from "handles/handle_gate.h":
 
 cdef class Affinity:
     cdef void *_thread                  # struct affinity_thread of the owner, with a reference; NULL: any thread
-    cdef readonly object loop           # event loop of the owner; None for none
+    cdef readonly object loop           # event loop of the owner; None if there is none
     cdef readonly str thread_name
     cdef object _run                    # loop run that was seen last, see handles/running_loop.h
     cdef uint64_t _version              # version of the thread's dictionary then; 0: unknown
@@ -63,7 +63,7 @@ cdef class Handle:
     cdef uint32_t _forks                # fork_count when the handle was created
     cdef str _label                     # text for repr, which must not read the object itself
     cdef readonly Context context
-    cdef readonly Affinity affinity     # owner that may call the object's verbs; None: any thread
+    cdef readonly Affinity affinity     # owner that may call the object's verbs; None if any thread may
     cdef void **_lender_slot            # address of the lender's pointer to the object; NULL: not borrowed
     cdef void *_lent_pointer            # value of that pointer when it was borrowed
     cdef object _lender                 # the lender's object, which contains the slot
@@ -103,7 +103,7 @@ cdef class Context(Handle):
     cdef readonly int num_comp_vectors
     cdef readonly bint software
     cdef bint _nonblocking              # whether async_fd was made non-blocking
-    cdef object _attributes             # cached device attributes; None: not queried
+    cdef object _attributes             # cached device attributes; None if not queried
     cdef dict _ports                    # cached port attributes by port number
 
     cdef str _unreachable_reason(self)
@@ -120,7 +120,7 @@ cdef class AsyncEvent:
 
 cdef class ProtectionDomain(Handle):
     cdef ibv_pd *pointer
-    cdef bint _shared                   # whether memory of other instances may be used here, too
+    cdef bint _shared                   # whether memory of other instances may also be used here
     cdef public object lease            # argument of import_pd, or None; set before other code has the domain
 
     cdef object _take_cause(self)
@@ -187,7 +187,7 @@ cdef class QueuePair(Handle):
     cdef readonly SharedReceiveQueue srq
     cdef readonly XrcDomain xrc_domain
     cdef readonly object capabilities
-    cdef object _pending_change         # weak reference to the Modification that suspends the gate; None for none
+    cdef object _pending_change         # weak reference to the Modification that suspends the gate, or None
     cdef list _resume_callbacks         # (loop, callback) to call after that modification
 
     cdef int _call_when_resumed(self, loop, callback) except -1

@@ -2,9 +2,9 @@
 """Thin handles of verbs objects, for any provider.
 
 A handle is one object of libibverbs: the constructor creates the object, `destroy` destroys it, and methods are verbs.
-No call sleeps, and no policy is here. Handles guarantee lifetimes: a closed handle raises, a parent with open children
-refuses to be destroyed before the verb is called, a buffer stays in place while it is registered, and a handle that was
-created before a fork is closed in the child. The caller keeps memory valid that is given by address.
+No call sleeps, and handles contain no policy. They guarantee lifetimes: a closed handle raises, a parent with open
+children refuses to be destroyed before the verb is called, a buffer stays in place while it is registered, and a handle
+that was created before a fork is closed in the child. Memory that is given by its address is kept valid by the caller.
 
 Some handles borrow an object that other code created and lends: such a handle calls no verb when it is destroyed. After
 the lender has closed the object, the handle, and for a context all handles made from it, can only be destroyed.
@@ -21,7 +21,7 @@ Methods that call a verb also raise:
     software device is lost).
 :raises ConcurrentAccessError: another call is inside an object that takes no locks.
 
-In each of these cases nothing was done. Docstrings name further errors only.
+In each of these cases, nothing is done. Docstrings name only further errors.
 
 The ledger refers to every open handle and keeps it alive: dropping a handle leaks it visibly (see `open_handles`), and
 never destroys an object that the hardware still uses.
@@ -127,18 +127,20 @@ _inherited = []
 
 
 def is_optimized():
-    """Return whether this extension was compiled with optimization: a CFLAGS variable replaces Python's own flags."""
+    """Return whether this extension was compiled with optimization. A CFLAGS variable may have replaced Python's own
+    flags."""
     return <bint>AIOVERBS_OPTIMIZED
 
 
 def open_handles():
-    """Return a new list of this process's open handles, oldest first. A child of a fork starts with none."""
+    """Return a new list of the open handles of this process, oldest first. In the child of a fork it is empty at
+    first."""
     return list(_ledger.values())
 
 
 def _forget_inherited():
-    # Called in the child of a fork: the objects are the parent's. The child keeps the handles alive, since finalizing
-    # them would destroy the parent's objects, but does not count them as leaks of its own.
+    # Empty the ledger in the child of a fork, because the objects are the parent's. The child keeps the handles alive,
+    # since finalizing them would destroy the parent's objects, but does not count them as leaks of its own.
     _inherited.extend(_ledger.values())
     _ledger.clear()
 
@@ -151,7 +153,8 @@ os.register_at_fork(after_in_child=_forget_inherited)
 # ------------------------------------------------------------------------------------------------------- handles
 
 cdef class Handle:
-    """Handle of one verbs object, the base class of all kinds. Only the constructors of the kinds make handles.
+    """Handle of one verbs object; the base class of all kinds of handles. Handles are made only by the constructors of
+    these.
 
     The gate counts calls in flight and open children; a handle is destroyed only when both are 0.
     """
@@ -162,7 +165,8 @@ cdef class Handle:
 
     @property
     def closed(self):
-        """Whether the object was destroyed, or belongs to the process that this one was forked from."""
+        """Whether the object was destroyed, or the handle was created in the parent process before this one was
+        forked."""
         return gate_holders(&self._gate) == GATE_CLOSED or self._is_inherited()
 
     cdef bint _is_inherited(self) noexcept:
@@ -170,13 +174,13 @@ cdef class Handle:
         return self._forks != fork_count
 
     cdef int _begin(self) except -1:
-        # Each constructor begins here: a second call of __init__ would lose the first object.
+        # Begin a constructor. Raise RuntimeError if __init__ is called again: the first object would be lost.
         if not gate_close(&self._constructor_gate):
             raise RuntimeError(f"{self!r} was created before: call a handle's constructor once")
         return 0
 
     cdef int _enter(self) except -1:
-        # Begin a use that is not a verb call; pair each success with one _leave. Raises the errors of the module's
+        # Begin a use that is not a verb call; pair each success with one _leave. Raise the errors of the module's
         # docstring, and BusyResourceError while a modification of a queue pair is pending.
         self._enter_memory()
         if not _is_open_at_lender(self):
@@ -185,8 +189,8 @@ cdef class Handle:
         return 0
 
     cdef int _enter_memory(self) except -1:
-        # The same for a use that does not involve the provider: the object's memory is valid, even if its lender has
-        # closed it.
+        # Begin a use that does not involve the provider, otherwise like `_enter`: the object's memory is valid even if
+        # its lender has closed it.
         if self._forks != fork_count:
             raise ForkedProcessError(repr(self))
         if not gate_enter(&self._gate):
@@ -206,9 +210,10 @@ cdef class Handle:
         return f"<{self._name()}{' (closed)' if self.closed else ''}>"
 
     # Begin a verb on the object, named by `verb`; pair each success with one _unuse. A refused call leaves no trace:
-    # the object's owner may be destroying the object. Raises the errors of _enter, and those of `Affinity.check`.
+    # the object's owner may be destroying the object. Raise the errors of _enter, and those of `Affinity.check`.
     cdef int _use(self, str verb) except -1:
-        # Fast path of nearly every call: by the owner, in the loop run seen last, on objects that are not borrowed.
+        # Fast path of nearly every call: a call by the owner, in the same run of the loop as the last one, on an object
+        # that is not borrowed.
         if (
             self._forks == fork_count and self.affinity is not None
             and _is_unchanged_owner(self.affinity._thread, self.affinity._inside, self.affinity._version)
@@ -225,7 +230,8 @@ cdef class Handle:
         return 0
 
     cdef int _use_memory(self, str verb) except -1:
-        # The same for a verb that only needs the object's memory, also where its lender has closed the object.
+        # Begin a verb that only needs the object's memory, otherwise like `_use`: it is allowed even if a lender has
+        # closed the object.
         if self._forks != fork_count:
             raise ForkedProcessError(repr(self))
         if self.affinity is not None:
@@ -241,8 +247,8 @@ cdef class Handle:
         if self.affinity is not None:
             self.affinity._leave()
 
-    # Record the affinity, None for any thread, and begin the constructor's verb on its behalf; pair each success with
-    # one _leave_owner. Raises the errors of `Affinity.check`.
+    # Record the affinity, None if any thread may call, and begin the constructor's verb on its behalf; pair each
+    # success with one _leave_owner. Raise the errors of `Affinity.check`.
     cdef int _enter_owner(self, Affinity affinity, str verb) except -1:
         self.affinity = affinity
         if affinity is not None:
@@ -260,19 +266,20 @@ cdef class Handle:
         return f"{type(self).__name__}{label}{device}"
 
     cdef int _opened(self, str label) except -1:
-        # The last step of each constructor, which cannot fail afterwards. A failure between the verb and this step (a
-        # signal handler that raises, memory that runs out) makes the constructor destroy the new object.
+        # Enter the handle into the ledger and open it; the last step of each constructor, which cannot fail afterwards.
+        # A failure between the verb and this step (a signal handler that raises, memory that runs out) makes the
+        # constructor destroy the new object.
         self._label = label
         _ledger[id(self)] = self
         gate_reopen(&self._gate)
         return 0
 
     cdef int _check(self, str verb, int error) except -1:
-        # Raise the error of a verb that returned the errno `error`, positive or negative; 0: do nothing.
+        # Raise the error of a verb that returned the errno `error`, positive or negative. Do nothing if it is 0.
         if not error:
             return 0
         if error < 0:
-            error = -error                      # some providers return it so
+            error = -error                      # as some providers return it
         if error == EBUSY and self._refuses_overlap() and self.context is not None and self.context.software:
             # The software device returns EBUSY only for overlapping calls: children were counted before the verb.
             raise ConcurrentAccessError(
@@ -282,8 +289,8 @@ cdef class Handle:
 
     cdef object _verb_error(self, str verb, int error, object cause):
         # Return, for the caller to raise, the error of a verb that may have called an allocator: a VerbsError, caused
-        # by the allocator's exception if there is one. An exception that is no Exception, such as KeyboardInterrupt, is
-        # returned itself.
+        # by the allocator's exception if there is one. If that exception is not an Exception, such as
+        # KeyboardInterrupt, return it itself.
         if cause is not None and not isinstance(cause, Exception):
             return cause
         failure = VerbsError(verb, error)
@@ -294,8 +301,8 @@ cdef class Handle:
 
     cdef int _borrow(self, capsule, const char *name, owner) except -1:
         # Record the lender `owner` and its pointer, whose address the capsule contains. Each use compares the lender's
-        # own pointer: no other sign tells that the lender has closed the object. Raises ValueError for a capsule of
-        # another name.
+        # own pointer, because nothing else shows that the lender has closed the object. Raise ValueError if the capsule
+        # has a name other than `name`.
         self._lender_slot = <void **>PyCapsule_GetPointer(capsule, name)
         self._lent_pointer = self._lender_slot[0]
         self._lender = owner
@@ -307,8 +314,8 @@ cdef class Handle:
         return 0
 
     cdef str _dependants(self):
-        # Return text that names what keeps the object, where the destroying verb returns EBUSY for another reason than
-        # an overlap; None where no other reason exists.
+        # Return text that says what keeps the object, if the destroying verb may return EBUSY for a reason other than
+        # overlapping calls; None if there is no other reason.
         return None
 
     cdef bint _refuses_overlap(self) noexcept:
@@ -317,7 +324,7 @@ cdef class Handle:
         return False
 
     cdef int _destroy_verb(self) except? -1:
-        # Call the destroying verb; return its errno, positive or negative, 0 for success.
+        # Call the destroying verb and return its errno, positive or negative; 0 on success.
         raise NotImplementedError
 
     cdef str _destroy_name(self):
@@ -329,24 +336,24 @@ cdef class Handle:
         pass
 
     cdef str _users(self):
-        # Return text that says what holds the gate. Each event does: the destroying verb would wait for its
-        # acknowledgement, possibly for ever.
+        # Return text that says what holds the gate. Each event does, because the destroying verb would wait for its
+        # acknowledgement, possibly forever.
         if self._async_events:
             return f"{self._async_events} of its asynchronous events were not acknowledged"
         return f"{gate_holders(&self._gate)} open objects or calls use it"
 
     def destroy(self):
-        """Destroy the object, unless it is borrowed: then close only the handle. Return None.
+        """Destroy the object. If the object is borrowed, close only the handle. Return None.
 
-        Do nothing where the object was destroyed before, or belongs to the process that this one was forked from.
-        The call never waits for an acknowledgement: an event that was taken and not acknowledged is a user of the
-        object.
+        Do nothing if the object was destroyed before, or if the handle was created in the parent process before a fork.
+        The call never waits for an acknowledgement: an event that was taken and not acknowledged counts as a user of
+        the object.
 
-        :raises BusyResourceError: a child object is open, a call is in flight, or an event was not acknowledged;
-            nothing was done.
+        :raises BusyResourceError: a child object is open, another object depends on this one, a call is in flight, or
+            an event was not acknowledged; nothing is done.
         :raises VerbsError: the verb failed; the object is still open.
-        :raises AffinityError: the object belongs to another thread or event loop; nothing was done.
-        :raises ConcurrentAccessError: another call is inside the object or its thread domain; nothing was done.
+        :raises AffinityError: the object belongs to another thread or event loop; nothing is done.
+        :raises ConcurrentAccessError: another call is inside the object or its thread domain; nothing is done.
         """
         if self.closed:
             return
@@ -359,7 +366,7 @@ cdef class Handle:
                 self.affinity._leave()
 
     cdef int _destroy(self) except -1:
-        # Do what `destroy` does, with its errors; the caller has entered the affinity.
+        # Do the work of `destroy`, with its errors; the caller has entered the affinity.
         cdef int error
         if not gate_close(&self._gate):
             if gate_holders(&self._gate) == GATE_CLOSED:
@@ -395,8 +402,8 @@ cdef inline bint _is_open_at_lender(Handle handle) noexcept:
 
 cdef Affinity _common_owner(tuple handles, Affinity affinity):
     # Return the owner of an object made from several handles: the owner of the first of them that has one. Handles
-    # without an owner may be used by any thread. Two domains of one loop have the same owner, which alone is ever
-    # inside either. Return None where nothing has an owner; raise ValueError where two of them differ.
+    # without an owner may be used by any thread. Two domains of one loop have the same owner, so that nothing else is
+    # ever inside either of them. Return None if no handle has an owner; raise ValueError if two owners differ.
     cdef Affinity other
     for handle in handles:
         other = (<Handle>handle).affinity if handle is not None else None
@@ -410,7 +417,8 @@ cdef Affinity _common_owner(tuple handles, Affinity affinity):
 
 
 cdef list _enter_all(tuple handles):
-    # Enter the gate of each handle that is not None, or of none of them; return those entered, for _leave_all.
+    # Enter the gates of all handles that are not None. Return a list of these, for _leave_all. If one of them cannot be
+    # entered, raise its error and enter none.
     entered = []
     try:
         for handle in handles:

@@ -1,10 +1,10 @@
 # Part of handles.pyx: protection domains and memory regions.
 
 cdef class ProtectionDomain(Handle):
-    """Protection domain: ``ibv_alloc_pd``. A parent domain is a protection domain, too.
+    """Protection domain: ``ibv_alloc_pd``. The base class of parent domains.
 
     :param context: the device.
-    :raises VerbsError: with ENOMEM.
+    :raises VerbsError: with ENOMEM if memory ran out.
     """
 
     def __init__(self, Context context not None):
@@ -38,7 +38,7 @@ cdef class ProtectionDomain(Handle):
             with nogil:
                 error = self.context.table.dealloc_pd(self.pointer)
         # Objects that a killed process left in the domain stay known to the kernel until the device's last descriptor
-        # is closed. The kernel's domain stays until then, too, and nothing is left to do here.
+        # is closed. The kernel's domain also stays until then, and nothing is left to do here.
         if not last or (self.lease is not None and abs(error) == EBUSY):
             with nogil:
                 self.context.table.unimport_pd(self.pointer)
@@ -66,13 +66,13 @@ cdef class ProtectionDomain(Handle):
     def import_pd(Context context not None, uint32_t handle, lease):
         """Open another instance of a protection domain over the same command descriptor: ``ibv_import_pd``.
 
-        :param context: a context over the descriptor of the domain's context, or that context.
-        :param handle: the domain's `handle` there.
-        :param lease: this instance's share of the domain. ``is_last()`` returns whether no other instance is left, so
-            that this one deallocates the domain; other instances unimport it. ``leave(last, failed)`` is called
-            afterwards.
+        :param context: the domain's own context, or a context that was opened over the same descriptor.
+        :param handle: value of the property `handle` of the domain.
+        :param lease: object that is asked when the instance is destroyed. If ``is_last()`` returns True, no other
+            instance is left, and this one deallocates the domain; otherwise it only unimports it. ``leave(last,
+            failed)`` is called afterwards.
         :returns: a new `ProtectionDomain`; the caller destroys it.
-        :raises VerbsError: with EOPNOTSUPP where the provider does not support it.
+        :raises VerbsError: the verb failed; with EOPNOTSUPP if the provider does not support it.
         """
         cdef int error = 0
         cdef ProtectionDomain self = ProtectionDomain.__new__(ProtectionDomain)
@@ -97,13 +97,14 @@ cdef class ProtectionDomain(Handle):
 
     @staticmethod
     def adopt(Context context not None, capsule, owner):
-        """Use a protection domain that other code created, and destroys after the handle.
+        """Use a protection domain that other code created. That code must not destroy it before the handle is
+        destroyed.
 
         :param context: the handle of the domain's context.
         :param capsule: capsule "ibv_pd *" from `pyverbs_bridge`: the address of the lender's pointer.
         :param owner: object that contains that pointer.
         :returns: a new `ProtectionDomain`; the caller destroys it, which does not destroy the lender's domain.
-        :raises ValueError: the domain belongs to another context, or the capsule is another one.
+        :raises ValueError: the domain belongs to another context, or `capsule` is not such a capsule.
         """
         cdef ProtectionDomain self = ProtectionDomain.__new__(ProtectionDomain)
         self._begin()
@@ -121,24 +122,24 @@ cdef class ProtectionDomain(Handle):
         return self
 
     cdef object _take_cause(self):
-        # Return and clear the exception that a Python allocator raised during the verb that just failed in this thread;
-        # None for none, as for every domain but a parent domain.
+        # Return and clear the exception that an allocator raised during the verb that just failed in this thread; None
+        # if there is none. Only a parent domain has an allocator.
         return None
 
 
 cdef class MemoryRegion(Handle):
     """Memory region: ``ibv_reg_mr``.
 
-    :param pd: the protection domain; with a parent domain, the region belongs to its base all the same.
+    :param pd: the protection domain; if it is a parent domain, the region belongs to its base.
     :param memory: an object with the buffer protocol, which stays exported until `destroy`, or a tuple ``(address,
-        length)`` of memory that the caller keeps valid.
+        length)`` for memory that the caller keeps valid.
     :param access: `AccessFlags`. Remote writes and atomics require ``LOCAL_WRITE``, as the verbs do. With ``MW_BIND``
         memory windows may be bound to the region; a bound window makes `destroy` raise BusyResourceError.
-    :raises TypeError: `memory` is of another type.
-    :raises BufferError: `memory` is not contiguous, or read-only where `access` includes writes.
+    :raises TypeError: `memory` is neither such an object nor a tuple.
+    :raises BufferError: `memory` is not contiguous, or is read-only although `access` includes writes.
     :raises ValueError: `memory` has no bytes, or ``LOCAL_WRITE`` is missing.
-    :raises VerbsError: with EFAULT where the memory does not exist or may not be written; with EOPNOTSUPP for access
-        that the device does not support (``ON_DEMAND``, ``ZERO_BASED`` on the software device).
+    :raises VerbsError: with EFAULT if the memory does not exist or may not be written; with EOPNOTSUPP if the device
+        does not support the access (``ON_DEMAND``, ``ZERO_BASED`` on the software device).
     """
 
     def __init__(self, ProtectionDomain pd not None, memory, access=AccessFlags.LOCAL_WRITE):
@@ -179,13 +180,14 @@ cdef class MemoryRegion(Handle):
 
     @staticmethod
     def adopt(ProtectionDomain pd not None, capsule, owner):
-        """Use a memory region that other code registered, and deregisters after the handle is destroyed.
+        """Use a memory region that other code registered. That code must not deregister it before the handle is
+        destroyed.
 
         :param pd: handle of the region's protection domain.
         :param capsule: capsule "ibv_mr *" from `pyverbs_bridge`: the address of the lender's pointer.
         :param owner: object that contains that pointer.
         :returns: a new `MemoryRegion`; the caller destroys it, which does not deregister the lender's region.
-        :raises ValueError: the region belongs to another protection domain, or the capsule is another one.
+        :raises ValueError: the region belongs to another protection domain, or `capsule` is not such a capsule.
         """
         cdef MemoryRegion self = MemoryRegion.__new__(MemoryRegion)
         cdef ibv_pd *lender_pd
@@ -233,27 +235,39 @@ cdef class MemoryRegion(Handle):
     def address(self):
         """Address of the first byte, an int.
 
-        :raises ClosedResourceError: the region is closed; likewise for `length`, `lkey` and `rkey`.
+        :raises ClosedResourceError: the region is closed.
         """
         return self._read(0)
 
     @property
     def length(self):
-        """Length in bytes."""
+        """Length in bytes.
+
+        :raises ClosedResourceError: the region is closed.
+        """
         return self._read(1)
 
     @property
     def lkey(self):
-        """Local key, for scatter/gather entries of this process's work requests."""
+        """Local key, for scatter/gather entries of this process's work requests.
+
+        :raises ClosedResourceError: the region is closed.
+        """
         return self._read(2)
 
     @property
     def rkey(self):
-        """Remote key, which a peer needs."""
+        """Remote key, which a peer needs to access the region.
+
+        :raises ClosedResourceError: the region is closed.
+        """
         return self._read(3)
 
     def _read(self, int field):
-        """Return a field of the open region: 0 address, 1 length, 2 lkey, 3 rkey."""
+        """Return the field with a number, an int: 0 for the address, 1 for the length, 2 for the lkey, 3 for the rkey.
+
+        :raises ClosedResourceError: the region is closed.
+        """
         self._enter()
         try:
             if field == 0:
@@ -266,12 +280,12 @@ cdef class MemoryRegion(Handle):
 
 
 def span(memory):
-    """Return the address and length in bytes, ``(address, length)``, of an object with the buffer protocol.
+    """Return the address and the length in bytes of an object with the buffer protocol, a tuple ``(address, length)``.
 
-    The address is valid while another buffer of the object stays exported.
+    The address is valid as long as another buffer of the object is exported.
 
     :param memory: the object.
-    :raises TypeError: the object has no buffer protocol.
+    :raises TypeError: the object does not support the buffer protocol.
     :raises BufferError: the memory is not contiguous.
     """
     cdef Py_buffer buffer

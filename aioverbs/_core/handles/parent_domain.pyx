@@ -1,5 +1,5 @@
 # cython: language_level=3, freethreading_compatible=True, embedsignature=False
-"""Handles of thread domains and of parent domains with their allocators; XRC domains are exported here, too."""
+"""Handles of thread domains and of parent domains with their allocators. XRC domains are also exported here."""
 
 import threading
 
@@ -29,11 +29,12 @@ cdef extern from "handles/pd_allocator.h" nogil:
 
 
 cdef class ThreadDomain(Handle):
-    """Thread domain: ``ibv_alloc_td``. Objects made under it take no locks: one thread at a time may use all of them.
+    """Thread domain: ``ibv_alloc_td``. Objects made in it take no locks, so that only one thread at a time may use any
+    of them.
 
     :param context: the device.
-    :param affinity: owner of the domain; None: any thread.
-    :raises VerbsError: with EOPNOTSUPP where the provider has no thread domains.
+    :param affinity: owner of the domain; None if any thread may use it.
+    :raises VerbsError: with EOPNOTSUPP if the provider has no thread domains.
     """
 
     cdef v.ibv_td *pointer
@@ -80,7 +81,7 @@ cdef class ThreadDomain(Handle):
 
 
 cdef class ParentDomain(ProtectionDomain):
-    """Parent domain: ``ibv_alloc_parent_domain``. Replaces its protection domain wherever one is needed.
+    """Parent domain: ``ibv_alloc_parent_domain``. Can be used wherever a protection domain is needed.
 
     The allocator provides memory for the queues and doorbell records of the provider:
 
@@ -89,19 +90,19 @@ cdef class ParentDomain(ProtectionDomain):
     - ``free(address, resource_type, pd, pd_context)`` takes the memory back, once, with the same type.
 
     `pd` is this domain. `resource_type` has the provider's number in its upper 32 bits, and the provider's code for a
-    queue pair, a completion queue, a record and so on in its lower ones. An exception of ``allocate`` becomes the cause
-    of the verb's error; an exception that is no `Exception`, such as `KeyboardInterrupt`, is raised itself. The thread
-    that calls the verb calls the allocator, which may call verbs, too. A `NativeAllocator` is called in C, without the
-    GIL.
+    queue pair, a completion queue, a record and so on in its lower 32 bits. An exception of ``allocate`` becomes the
+    cause of the verb's error; but if it is not an `Exception`, such as `KeyboardInterrupt`, it is raised itself. The
+    allocator is called in the thread that calls the verb, and may itself call verbs. A `NativeAllocator` is called in
+    C, without the GIL.
 
-    :param pd: the protection domain; of a parent domain, its base is taken and nothing else.
-    :param td: thread domain of all objects that are made on the parent domain; None for none.
-    :param allocator: the allocator; None: the provider's own memory.
-    :param pd_context: any object, passed to the allocator.
-    :param affinity: owner of the domain; None: the owner of `td`, or any thread.
-    :raises ValueError: `td` belongs to another context, or to another owner.
-    :raises VerbsError: with EOPNOTSUPP where the provider has no parent domains, or supports no allocator or thread
-        domain.
+    :param pd: the protection domain; if it is a parent domain, only its base is used.
+    :param td: thread domain of all objects that are made in the parent domain; None if there is none.
+    :param allocator: the allocator; None for the provider's own memory.
+    :param pd_context: any object, which is passed to the allocator.
+    :param affinity: owner of the domain; None for the owner of `td`. If there is none, any thread may use the domain.
+    :raises ValueError: `td` belongs to another context or another owner.
+    :raises VerbsError: with EOPNOTSUPP if the provider has no parent domains, or does not support allocators or thread
+        domains.
     """
 
     cdef readonly ProtectionDomain base
@@ -110,7 +111,7 @@ cdef class ParentDomain(ProtectionDomain):
     cdef readonly object pd_context
     cdef dict _causes                   # thread ident -> exception, from the callback to the verb around it
     cdef dict _sizes                    # address -> size in bytes of memory that the provider holds
-    cdef domain_memory _native          # instead of these two, for an allocator in C
+    cdef domain_memory _native          # for an allocator in C, used instead of these two
 
     def __init__(
         self,
@@ -164,7 +165,7 @@ cdef class ParentDomain(ProtectionDomain):
                     error = errno
                 if not self.pointer:
                     raise self._verb_error("ibv_alloc_parent_domain", error, self._take_cause())
-                self._lender_slot = pd._lender_slot   # a lent base ends this domain, too
+                self._lender_slot = pd._lender_slot   # a lender that closes the base also ends this domain
                 self._lent_pointer = pd._lent_pointer
                 self._opened(f"{self.pointer.handle}")
             except BaseException:
@@ -180,7 +181,7 @@ cdef class ParentDomain(ProtectionDomain):
 
     # The ledger keeps the domain alive, and the domain its allocator, until the provider has freed all memory.
     cdef int _set_callbacks(self, v.ibv_parent_domain_init_attr *attr) except -1:
-        # Have the provider call the allocator: in C where that works, else by the callbacks below.
+        # Have the provider call the allocator: in C if the allocator works in C, otherwise through the callbacks below.
         cdef NativeAllocator native
         if isinstance(self.allocator, NativeAllocator) and (<NativeAllocator>self.allocator).alloc:
             native = self.allocator
@@ -208,22 +209,24 @@ cdef class ParentDomain(ProtectionDomain):
         self.base._leave()
 
     cdef object _take_cause(self):
-        # Return and clear the exception of the allocator during the verb that just failed in this thread; None: none.
+        # Return and clear the exception that the allocator raised during the verb that just failed in this thread; None
+        # if there is none.
         if domain_memory_take_failure(&self._native):
             return (<NativeAllocator>self.allocator)._failure()
         return self._causes.pop(threading.get_ident(), None)
 
     @property
     def held(self):
-        """Number of pieces of the allocator's memory that the provider holds; 0 without an allocator. Never fails."""
+        """Number of pieces of memory that the provider has taken from the allocator and not freed; 0 if there is no
+        allocator. Never fails."""
         return len(self._sizes) + domain_memory_held(&self._native)
 
     def _allocate(self, size, alignment, resource_type):
-        """Allocate from the allocator in Python, and check the result.
+        """Allocate memory from the allocator written in Python, and check the result.
 
-        :returns: an address, `USE_DEFAULT` or None, as ``allocate`` returned it.
-        :raises TypeError: the allocator returned something else. Its own exceptions are raised, too.
-        :raises ValueError: the address is in use, not aligned, or its memory is not zeroed.
+        :returns: an address, `USE_DEFAULT` or None, as the allocator returned it.
+        :raises TypeError: the allocator returned something else. Exceptions of the allocator are raised unchanged.
+        :raises ValueError: the address is in use or not aligned, or the memory there is not zeroed.
         """
         address = self.allocator.allocate(size, alignment, resource_type, self, self.pd_context)
         if address is USE_DEFAULT or address is None:
@@ -240,13 +243,18 @@ cdef class ParentDomain(ProtectionDomain):
         return address
 
     def _free(self, address, resource_type):
-        """Give a piece that the provider has freed back to the allocator in Python, whose exceptions are raised."""
+        """Return a piece that the provider has freed to the allocator written in Python, with ``free`` of the
+        allocator.
+
+        :raises KeyError: the provider holds no piece at this address. Exceptions of the allocator are raised unchanged.
+        """
         del self._sizes[address]
         self.allocator.free(address, resource_type, self, self.pd_context)
 
 
 def _unfit(address, size_t size, uint64_t alignment):
-    """Return text that names the condition that memory does not meet; None if it is aligned and zeroed."""
+    """Return text that says what the memory should be but is not, such as "zeroed"; None if it is aligned and
+    zeroed."""
     cdef const char *memory = <const char *><uintptr_t>address
     if alignment and address % alignment:
         return f"aligned to {alignment} bytes"
@@ -255,8 +263,8 @@ def _unfit(address, size_t size, uint64_t alignment):
     return None
 
 
-# A verb calls these callbacks in the thread that called the verb, which has released the GIL. `_allocate` returns an
-# address, IBV_ALLOCATOR_USE_DEFAULT, or NULL with errno set.
+# Callbacks of the provider, which verbs call in the thread that called the verb and released the GIL. `_allocate`
+# returns an address, IBV_ALLOCATOR_USE_DEFAULT, or NULL with errno set.
 
 cdef extern from *:
     """
@@ -282,7 +290,8 @@ cdef void *_allocate(
 cdef void *_allocate_with_gil(
     void *pd_context, size_t size, size_t alignment, uint64_t resource_type, int *error
 ) noexcept with gil:
-    # Return as `_allocate` does, and set `error` to an errno on failure. An exception is kept for the verb's caller.
+    # Return the same as `_allocate`, and set `error` to an errno on failure. An exception is kept for the verb's
+    # caller.
     domain = <ParentDomain>pd_context
     try:
         address = domain._allocate(size, alignment, resource_type)
@@ -303,7 +312,7 @@ cdef void _free(v.ibv_pd *pd, void *pd_context, void *address, uint64_t resource
     try:
         domain._free(<uintptr_t>address, resource_type)
     except BaseException as error:
-        # The verb around this call cannot fail any more, and no caller waits for the error: report it to
+        # The verb around this call can no longer fail, and no caller waits for the error: report it to
         # sys.unraisablehook.
         PyErr_SetObject(type(error), error)
         PyErr_WriteUnraisable(domain)

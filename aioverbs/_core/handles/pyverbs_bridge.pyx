@@ -1,10 +1,10 @@
 # cython: language_level=3, freethreading_compatible=True, embedsignature=False
 """Access to the C pointers of pyverbs objects.
 
-pyverbs ships no Cython declarations, and its Python properties for these pointers corrupt them. The pointer stands
-after a head that all pyverbs objects share. This module reads it there, after checking the object's layout, and then
-compares the object that the pointer refers to with the pyverbs object's attributes. The result is a capsule of the
-pointer's address, at which pyverbs stores NULL when the object is closed. This module does not import pyverbs: code
+pyverbs ships no Cython declarations, and its Python properties for these pointers corrupt them. In all pyverbs objects,
+the pointer follows a common head. This module checks the object's layout, reads the pointer there, and then compares
+the object that the pointer refers to with the pyverbs object's attributes. The result is a capsule that contains the
+address of the pointer; pyverbs stores NULL there when the object is closed. This module does not import pyverbs: code
 that has a pyverbs object has imported it.
 """
 
@@ -44,11 +44,11 @@ cdef extern from *:
 
 
 def context_capsule(context):
-    """Return the address of the ``struct ibv_context *`` of an open pyverbs context, as a capsule "ibv_context *".
+    """Return a capsule "ibv_context *": the address at which an open pyverbs context has its ``struct ibv_context *``.
 
     :param context: a `pyverbs.device.Context`.
-    :raises TypeError: `context` is another object.
-    :raises RuntimeError: this version of pyverbs uses another object layout; nothing was changed.
+    :raises TypeError: `context` is not a `pyverbs.device.Context`.
+    :raises RuntimeError: the object layout of this version of pyverbs is unknown; nothing is changed.
     :raises ValueError: the context is closed.
     """
     cdef ibv_context *pointer
@@ -65,11 +65,11 @@ def context_capsule(context):
 
 
 def pd_capsule(pd):
-    """Return the address of the ``struct ibv_pd *`` of an open pyverbs protection domain, as a capsule "ibv_pd *".
+    """Return a capsule "ibv_pd *": the address at which an open pyverbs protection domain has its ``struct ibv_pd *``.
 
     :param pd: a `pyverbs.pd.PD`.
-    :raises TypeError: `pd` is another object, or a parent domain.
-    :raises RuntimeError: this version of pyverbs uses another object layout; nothing was changed.
+    :raises TypeError: `pd` is not a `pyverbs.pd.PD`, or is a parent domain.
+    :raises RuntimeError: the object layout of this version of pyverbs is unknown; nothing is changed.
     :raises ValueError: the protection domain is closed.
     """
     cdef void **place
@@ -77,7 +77,7 @@ def pd_capsule(pd):
     if isinstance(pd, sys.modules["pyverbs.pd"].ParentDomain):
         raise TypeError("a pyverbs.pd.ParentDomain cannot be adopted: adopt its PD, make parent domains over that")
     place = &(<aioverbs_pyverbs_object *><void *>pd).pointer
-    if place[0] == NULL:  # its attributes must not be read then
+    if place[0] == NULL:  # if it is closed, its attributes must not be read
         raise ValueError("the pyverbs protection domain is closed")
     if (<ibv_pd *>place[0]).handle != pd.handle:
         raise RuntimeError("this pyverbs protection domain points to another one")
@@ -85,11 +85,11 @@ def pd_capsule(pd):
 
 
 def mr_capsule(mr):
-    """Return the address of the ``struct ibv_mr *`` of an open pyverbs memory region, as a capsule "ibv_mr *".
+    """Return a capsule "ibv_mr *": the address at which an open pyverbs memory region has its ``struct ibv_mr *``.
 
     :param mr: a `pyverbs.mr.MR` of any kind.
-    :raises TypeError: `mr` is another object.
-    :raises RuntimeError: this version of pyverbs uses another object layout; nothing was changed.
+    :raises TypeError: `mr` is not a `pyverbs.mr.MR`.
+    :raises RuntimeError: the object layout of this version of pyverbs is unknown; nothing is changed.
     :raises ValueError: the memory region is closed.
     """
     cdef aioverbs_pyverbs_region *region
@@ -97,7 +97,7 @@ def mr_capsule(mr):
     _check_layout(mr, "pyverbs.mr", "MR", sizeof(aioverbs_pyverbs_region))
     region = <aioverbs_pyverbs_region *><void *>mr
     pointer = <ibv_mr *>region.pointer
-    if pointer == NULL:  # its attributes must not be read then
+    if pointer == NULL:  # if it is closed, its attributes must not be read
         raise ValueError("the pyverbs memory region is closed")
     if (pointer.lkey, pointer.rkey, pointer.length) != (mr.lkey, mr.rkey, mr.length):
         raise RuntimeError("this pyverbs memory region points to another one")
@@ -106,7 +106,7 @@ def mr_capsule(mr):
 
 cdef int _check_layout(thing, str module, str name, size_t size) except -1:
     # Check that `thing` is a pyverbs object of that class and has the known layout of at least `size` bytes. Raise
-    # TypeError for another object, RuntimeError for an unknown layout.
+    # TypeError if it is not such an object, RuntimeError if its layout is unknown.
     kind = getattr(sys.modules.get(module), name, None)
     if kind is None or not isinstance(thing, kind):
         raise TypeError(f"expected a {module}.{name}, got {type(thing).__name__}")
@@ -119,5 +119,5 @@ cdef int _check_layout(thing, str module, str name, size_t size) except -1:
 
 
 def _text(name):
-    """Return the name as str, which pyverbs has as bytes or str."""
+    """Return the name of a device as str; `name` is bytes or str, depending on the version of pyverbs."""
     return name.decode() if isinstance(name, bytes) else name

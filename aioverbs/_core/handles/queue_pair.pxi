@@ -6,16 +6,18 @@ cdef class QueuePair(Handle):
     :param pd: protection domain, or a parent domain that provides locks and memory. Not for XRC_RECV.
     :param send_cq: completion queue of its sends. Not for XRC_RECV.
     :param recv_cq: completion queue of its receives. Not for XRC_SEND and XRC_RECV.
-    :param capabilities: the needed `QpCapabilities`; the property `capabilities` has the granted ones. Depths of a
+    :param capabilities: the required `QpCapabilities`; the property `capabilities` has the granted ones. Depths of a
         queue that the type does not have are ignored.
     :param qp_type: a `QpType`.
     :param sq_sig_all: whether every send work request produces a completion.
-    :param srq: shared receive queue to receive from, instead of a receive queue of its own; None for none.
-    :param xrc_domain: XRC domain, for XRC_RECV, which takes nothing else.
-    :param affinity: owner of the queue pair; None: the owner of the other arguments, or any thread.
-    :raises ValueError: an argument is missing, not supported by the type, or belongs to another context.
-    :raises VerbsError: with EINVAL where the device has no queues of those depths; with EOPNOTSUPP where the device
-        does not support the type; with the failure of a parent domain's allocator, whose exception is the cause.
+    :param srq: shared receive queue to receive from; None for a receive queue of its own.
+    :param xrc_domain: XRC domain, for XRC_RECV, which takes none of the other objects.
+    :param affinity: owner of the queue pair; None for the owner of the other arguments. If these have none either, any
+        thread may use the queue pair.
+    :raises ValueError: an argument is missing or not supported by the type, or belongs to another context or another
+        owner.
+    :raises VerbsError: with EINVAL if the device has no queues of those depths; with EOPNOTSUPP if the device does not
+        support the type; also if a parent domain's allocator failed, whose exception is then the cause.
     """
 
     def __cinit__(self, *_, **__):
@@ -66,7 +68,8 @@ cdef class QueuePair(Handle):
             self._leave_owner()
 
     cdef int _make(self, v.ibv_qp_init_attr *attr, tuple parts, str verb) except -1:
-        # Create the queue pair by `verb` and enter its parents, or raise and leave them as they were.
+        # Create the queue pair with `verb` and count it as a user of its parents. If that fails, raise and leave these
+        # unchanged.
         cdef int error
         held = _enter_all(parts)
         try:
@@ -92,7 +95,7 @@ cdef class QueuePair(Handle):
         return 0
 
     cdef int _create(self, v.ibv_qp_init_attr *attr) except? -1:
-        # Call ibv_create_qp, and set `pointer`, NULL on failure. Return errno, valid on failure only.
+        # Call ibv_create_qp and set `pointer`, to NULL on failure. Return errno, which is valid only on failure.
         cdef int error
         cdef ibv_pd *pd = self.pd.pointer
         attr.send_cq = self.send_cq.pointer
@@ -106,7 +109,7 @@ cdef class QueuePair(Handle):
         return error
 
     cdef int _create_in_xrc_domain(self, v.ibv_qp_init_attr *attr) except? -1:
-        # Call ibv_create_qp_ex, and set `pointer`, NULL on failure. Return errno, valid on failure only.
+        # Call ibv_create_qp_ex and set `pointer`, to NULL on failure. Return errno, which is valid only on failure.
         cdef v.ibv_qp_init_attr_ex ex
         cdef int error
         memset(&ex, 0, sizeof(ex))
@@ -139,10 +142,10 @@ cdef class QueuePair(Handle):
 
     @property
     def handle(self):
-        """Number of the queue pair in the kernel, in commands of this context; not the `qp_num`.
+        """Number that identifies the queue pair in kernel commands of this context, an int; not the `qp_num`.
 
         :raises ClosedResourceError: the queue pair is closed.
-        :raises BusyResourceError: a modification of `begin_modify` has not ended.
+        :raises BusyResourceError: a modification made by `begin_modify` has not ended.
         """
         self._enter()
         try:
@@ -155,7 +158,7 @@ cdef class QueuePair(Handle):
         """Queue pair number, 0..2**24-1, which the peer needs.
 
         :raises ClosedResourceError: the queue pair is closed.
-        :raises BusyResourceError: a modification of `begin_modify` has not ended.
+        :raises BusyResourceError: a modification made by `begin_modify` has not ended.
         """
         self._enter()
         try:
@@ -164,11 +167,11 @@ cdef class QueuePair(Handle):
             self._leave()
 
     def modify(self, qp_state=None, **attributes):
-        """Change the state or attributes; the given arguments form the mask: ``ibv_modify_qp``. Return None.
+        """Change the state or other attributes, those that are given: ``ibv_modify_qp``. Return None.
 
         The attributes that a state change requires or allows depend on the queue pair's type.
 
-        :param qp_state: the new `QpState`; None: the state stays.
+        :param qp_state: the new `QpState`; None to keep the state.
         :param attributes: attributes by name, as listed here.
         :param path_mtu: path MTU, an `Mtu`.
         :param rq_psn: packet sequence number of the first received packet, 0..2**24-1.
@@ -183,15 +186,15 @@ cdef class QueuePair(Handle):
         :param min_rnr_timer: code, 0..31, of the time that a peer waits when no receive is posted here.
         :param timeout: local ACK timeout of 4.096 us * 2**timeout; 0 for no timeout.
         :param retry_cnt: number of retries without an acknowledgement, 0..7.
-        :param rnr_retry: number of retries where the peer has no receive posted, 0..6; 7 for no limit.
+        :param rnr_retry: number of retries when the peer has no receive posted, 0..6; 7 for no limit.
         :param qkey: Q_Key that datagrams to the queue pair must carry, 0..2**32-1.
-        :param cur_qp_state: the expected current state; the verb fails where the state differs.
+        :param cur_qp_state: the expected current state; the verb fails if the state is a different one.
         :param en_sqd_async_notify: raise ``EventType.SQ_DRAINED`` when all requests begun before SQD have ended.
         :raises TypeError: there is no attribute of that name.
-        :raises ValueError: the `dgid` of `av` has another length than 16 bytes.
+        :raises ValueError: the `dgid` of `av` is not 16 bytes long.
         :raises OverflowError: a number does not fit in its field.
-        :raises VerbsError: with EINVAL where the current state does not allow the change, or an attribute is missing,
-            not part of the change, or out of range; nothing was changed.
+        :raises VerbsError: with EINVAL if the current state does not allow the change, or if an attribute is missing,
+            not part of the change, or out of range; nothing is changed.
         :raises BusyResourceError: another thread is changing the state.
         :raises AffinityError: the caller is not the queue pair's owner.
         """
@@ -205,16 +208,16 @@ cdef class QueuePair(Handle):
         change._record_success(self)
 
     def begin_modify(self, qp_state=None, **attributes):
-        """Prepare the change that `modify` makes, for another thread to call the verb.
+        """Prepare a change of the queue pair, like that of `modify`, whose verb can then be called in another thread.
 
-        On some devices the verb resolves the peer's address in the kernel, which takes seconds where the peer does not
+        On some devices the verb resolves the peer's address in the kernel, which takes seconds if the peer does not
         answer. Until the modification has ended, every other use of the queue pair raises `BusyResourceError`.
 
-        :param qp_state: the new `QpState`; None: the state stays.
+        :param qp_state: the new `QpState`; None to keep the state.
         :param attributes: attributes by name, as for `modify`.
-        :returns: a `Modification`, whose `run` calls the verb; the caller calls its `end`.
+        :returns: a `Modification`. Its `run` calls the verb; the caller must call its `end`, which reports the result.
         :raises TypeError: there is no attribute of that name.
-        :raises ValueError: the `dgid` of `av` has another length than 16 bytes.
+        :raises ValueError: the `dgid` of `av` is not 16 bytes long.
         :raises OverflowError: a number does not fit in its field.
         :raises BusyResourceError: another call is changing the state.
         :raises AffinityError: the caller is not the queue pair's owner.
@@ -231,7 +234,7 @@ cdef class QueuePair(Handle):
         return change
 
     # A caller that meets a pending modification registers a callback for its end. Threads append to and pop from the
-    # list by single operations:
+    # list with single operations:
     #
     #     caller                        thread that ends the modification
     #     1. append its callback        1. reopen the gate
@@ -240,7 +243,7 @@ cdef class QueuePair(Handle):
     # so that at least one of the two sees the other.
 
     cdef int _call_when_resumed(self, loop, callback) except -1:
-        # The loop calls `callback` once; soon, where no modification is pending any more.
+        # Have the loop call `callback` once, when the pending modification has ended; soon, if none is pending.
         self._resume_callbacks.append((loop, callback))
         if gate_holders(&self._gate) >= GATE_CLOSED:
             self._notify_resumed()
@@ -260,9 +263,9 @@ cdef class QueuePair(Handle):
         return 0
 
     cdef bint _end_modification(self) except -1:
-        # For closing the queue pair: end a modification that its owner need not end any more, as the verb has returned,
-        # or cannot end, as the owner's loop is closed and will not have the verb called. Return False where the
-        # modification goes on.
+        # For closing the queue pair: end a modification that its owner no longer needs to end, because the verb has
+        # returned, or cannot end, because the owner's loop is closed and will not have the verb called. Return whether
+        # no modification is pending any longer.
         cdef Modification change = self._pending_change() if self._pending_change is not None else None
         if change is not None and change._may_be_ended():
             change._resume()
@@ -270,16 +273,16 @@ cdef class QueuePair(Handle):
 
     @property
     def state(self):
-        """The `QpState` that the queue pair was last moved to, was found in by `query`, or is known to have failed
-        into. No verb is called; readable after `destroy`, too."""
+        """The last known `QpState`: the state to which the queue pair was moved, which `query` found, or into which the
+        queue pair is known to have failed. No verb is called. It can also be read after `destroy`."""
         return QpState(self._state)
 
     def query(self):
-        """Query the state and attributes: ``ibv_query_qp``. The property `state` becomes the state found.
+        """Query the state and the other attributes: ``ibv_query_qp``. The property `state` is set to the state found.
 
         :returns: a new `QpAttributes`.
         :raises AffinityError: the caller is not the queue pair's owner.
-        :raises BusyResourceError: a modification of `begin_modify` has not ended.
+        :raises BusyResourceError: a modification made by `begin_modify` has not ended.
         :raises VerbsError: the verb failed.
         """
         cdef v.ibv_qp_attr attr
@@ -334,7 +337,7 @@ cdef class QueuePair(Handle):
 
 cdef object _check_parts(qp_type, dict parts):
     # Check the arguments against the queue pair's type, and return the context that all of them share. Raise ValueError
-    # where an argument is missing, not taken by the type, or belongs to another context.
+    # if an argument is missing or not taken by the type, or belongs to another context.
     needed = {QpType.XRC_RECV: ("xrc_domain",), QpType.XRC_SEND: ("pd", "send_cq")}.get(
         qp_type, ("pd", "send_cq", "recv_cq")
     )
@@ -355,23 +358,23 @@ cdef object _check_parts(qp_type, dict parts):
 cdef class Modification:
     """Change of a queue pair's state or attributes, made by `QueuePair.begin_modify`.
 
-    Any thread calls `run`, once, which calls the verb. The owner calls `end` when the verb has returned or will not be
-    called. A modification that is dropped ends then.
+    `run`, which any thread may call once, calls the verb. The owner calls `end` when the verb has returned or will not
+    be called. A modification that is dropped is ended automatically.
     """
 
     # Fields of a modification that `begin_modify` made. The thread that calls the verb writes the result before it sets
-    # `in_flight` to 0; other threads read the result only after they have seen 0. The thread that closes `end_gate`
-    # alone records the result, while the queue pair's gate is suspended: meanwhile only a failed completion changes the
-    # known state.
+    # `in_flight` to 0; other threads read the result only after they have read 0. Only the thread that closes
+    # `end_gate` records the result, while the queue pair's gate is suspended: during that time, only a failed
+    # completion changes the known state.
     cdef v.ibv_qp_attr attr
     cdef int mask
     cdef int error
     cdef str problem
     cdef QueuePair handle
-    cdef object loop                    # event loop that ran at its creation; None for none
+    cdef object loop                    # event loop that ran at its creation; None if there was none
     cdef int previous_state             # the known state at its creation
     cdef int call_gate                  # a gate: closed by the thread that calls the verb, or that ends without a call
-    cdef int in_flight                  # 1 while the verb is to be called or is running
+    cdef int in_flight                  # 1 until the verb has returned or will not be called
     cdef int end_gate                   # a gate: closed by the thread that ends the modification
     cdef bint called
     cdef object __weakref__
@@ -392,14 +395,14 @@ cdef class Modification:
         return 0
 
     cdef int _check(self, QueuePair handle) except -1:
-        # Raise VerbsError or ConcurrentAccessError where the verb failed.
+        # Raise VerbsError or ConcurrentAccessError if the verb failed.
         if self.problem:
             raise VerbsError("ibv_modify_qp", self.error, self.problem)
         handle._check("ibv_modify_qp", self.error)
         return 0
 
     cdef int _record_success(self, QueuePair handle) except -1:
-        # The verb succeeded: record what it changed.
+        # Record what the verb, which succeeded, has changed.
         if self.mask & v.IBV_QP_STATE:
             handle._state = self.attr.qp_state
         if self.mask & v.IBV_QP_MAX_QP_RD_ATOMIC:
@@ -407,11 +410,11 @@ cdef class Modification:
         return 0
 
     def run(self):
-        """Call the verb, and block until it returns. Do nothing where the modification was ended before.
+        """Call the verb and block until it returns. Do nothing if the modification has already ended.
 
-        Return None, also where the verb fails: `end` raises the error.
+        Return None, even if the verb fails: `end` raises its error.
 
-        :raises RuntimeError: the verb was called before.
+        :raises RuntimeError: `run` was called before.
         """
         if not gate_close(&self.call_gate):
             if self.called:
@@ -425,12 +428,12 @@ cdef class Modification:
             self.handle._notify_resumed()   # a thread that closes the queue pair ends this, if no other does
 
     def end(self):
-        """Report the result, and make the queue pair usable again.
+        """End the modification: make the queue pair usable again and report the result of the verb.
 
-        Further calls report the same result.
+        If `run` was not called before, the verb will not be called. Further calls of `end` report the same result.
 
-        :returns: whether the verb was called.
-        :raises RuntimeError: the verb is running; nothing was done.
+        :returns: True if the verb was called and succeeded; False if it was not called.
+        :raises RuntimeError: the verb is running; nothing is done.
         :raises VerbsError: the verb failed, as for `QueuePair.modify`; the queue pair is usable again.
         """
         if not self._verb_is_over():
@@ -445,7 +448,8 @@ cdef class Modification:
             self._resume()
 
     cdef bint _verb_is_over(self) noexcept:
-        # Return whether the verb has returned, or was not called and cannot be called any more.
+        # Return whether the verb has returned or will not be called. If it has not been called yet, prevent that from
+        # now on.
         if gate_close(&self.call_gate):
             gate_reopen(&self.in_flight)
         return gate_holders(&self.in_flight) == 0
@@ -490,10 +494,12 @@ def _modification(
     cur_qp_state=None,
     en_sqd_async_notify=None,
 ):
-    """Return a new `Modification` with those attributes, as of `QueuePair.modify`, and their mask, for no queue pair.
+    """Return a new `Modification` with the given attributes, which are those of `QueuePair.modify`, and their mask.
+
+    It does not belong to a queue pair yet.
 
     :raises TypeError: there is no attribute of that name.
-    :raises ValueError: the `dgid` of `av` has another length than 16 bytes.
+    :raises ValueError: the `dgid` of `av` is not 16 bytes long.
     :raises OverflowError: a number does not fit in its field.
     """
     cdef Modification change = Modification.__new__(Modification)

@@ -2,8 +2,8 @@
 """Handles of librdmacm: event channels and identifiers.
 
 No call waits for a peer: the result of a request arrives as an event. An event is copied and acknowledged when it is
-taken, so that no event keeps an identifier from being destroyed. librdmacm does not create the queue pairs here:
-callers pass it queue pair numbers, and ask it for queue pair attributes.
+taken, so that no event keeps an identifier from being destroyed. librdmacm does not create the queue pairs: callers
+pass queue pair numbers to it and ask it for queue pair attributes.
 """
 
 import os
@@ -111,7 +111,7 @@ cdef bint _is_loaded = False
 
 
 def load_librdmacm(library="librdmacm.so.1"):
-    """Check that librdmacm can be loaded and has every function that is needed. Return None; nothing else changes.
+    """Check that librdmacm can be loaded and has every function that is needed. Return None and change nothing.
 
     :param library: name of the shared library.
     :raises LibraryNotFoundError: the library cannot be loaded, or lacks a function.
@@ -121,7 +121,7 @@ def load_librdmacm(library="librdmacm.so.1"):
 
 
 cdef int _load(rdma_cm_table *table, library) except -1:
-    # Fill the table from the shared library. Raise LibraryNotFoundError where that fails.
+    # Fill the table from the shared library. Raise LibraryNotFoundError if that fails.
     cdef bytes name = library.encode()
     cdef const char *problem = rdma_cm_table_load(table, name)
     if problem:
@@ -130,7 +130,8 @@ cdef int _load(rdma_cm_table *table, library) except -1:
 
 
 cdef int _load_once() except -1:
-    # Fill `_table` on the first call. Raise LibraryNotFoundError where librdmacm cannot be loaded; then try again.
+    # Fill `_table` on the first call. Raise LibraryNotFoundError if librdmacm cannot be loaded; the next call then
+    # tries again.
     global _is_loaded
     with _loading:
         if not _is_loaded:
@@ -143,8 +144,9 @@ cdef class Event:
     """Event of an identifier: ``struct rdma_cm_event``, copied and acknowledged. `EventChannel.take_event` makes it.
 
     `event_type` (``enum rdma_cm_event_type``) and `status` (0, a negative errno, or a reason of the peer or transport)
-    are numbers. `identifier` is the event's identifier, None where it was destroyed. `listener` is the listening
-    identifier of a connection request, else None. `private_data` are the peer's bytes; empty for none.
+    are numbers. `identifier` is the event's identifier, or None if it was destroyed. `listener` is the listening
+    identifier of a connection request, otherwise None. `private_data` is the data that the peer sent, bytes; empty if
+    there is none.
     """
 
     cdef readonly int event_type
@@ -160,9 +162,10 @@ cdef class Event:
 cdef class EventChannel(Handle):
     """Event channel: ``rdma_create_event_channel``, non-blocking.
 
-    :param affinity: owner of the channel; None: any thread.
+    :param affinity: owner of the channel; None if any thread may use it.
     :raises LibraryNotFoundError: librdmacm cannot be loaded.
-    :raises VerbsError: with ENODEV or ENOENT where the kernel module is not loaded; with EACCES.
+    :raises VerbsError: with ENODEV or ENOENT if the kernel module is not loaded; with EACCES if this process may not
+        open the device file of the connection manager.
     """
 
     cdef rdma_event_channel *pointer
@@ -204,9 +207,9 @@ cdef class EventChannel(Handle):
         return 0
 
     def take_event(self):
-        """Take and acknowledge an event, without waiting: ``rdma_get_cm_event``, ``rdma_ack_cm_event``.
+        """Take the next event and acknowledge it, without waiting: ``rdma_get_cm_event``, ``rdma_ack_cm_event``.
 
-        The identifier of a connection request is new; the caller destroys it.
+        The identifier in the event of a connection request is new; the caller destroys it.
 
         :returns: the `Event`; None if no event is waiting.
         :raises AffinityError: the caller is not the channel's owner.
@@ -238,7 +241,7 @@ cdef class EventChannel(Handle):
             self._unuse()
 
     cdef Event _read(self, rdma_cm_event *event):
-        # Return a copy of the event. On an exception the new identifier of a connection request stays unclaimed.
+        # Return a copy of the event. If this raises, the new identifier of a connection request stays unclaimed.
         cdef Event taken = Event.__new__(Event)
         cdef rdma_conn_param *conn = &event.param.conn
         taken.event_type = <int>event.event
@@ -258,9 +261,10 @@ cdef class EventChannel(Handle):
 cdef class Identifier(Handle):
     """Identifier of a connection or a listener, for connected queue pairs (RDMA_PS_TCP): ``rdma_create_id``.
 
-    Addresses are like those of sockets: ``(host, port)``, or four values for IPv6. Results of requests arrive as
-    events. Each method returns None unless it says otherwise, and raises `VerbsError` where its function fails,
-    `AffinityError` where the caller is not the channel's owner, and OSError for an address that is no IP address.
+    Addresses have the same form as those of sockets: ``(host, port)``, or four values for IPv6. Results of requests
+    arrive as events. Each method returns None unless its description says otherwise; it raises `VerbsError` if its
+    function fails, `AffinityError` if the caller is not the channel's owner, and OSError if an address is not an IP
+    address.
 
     :param channel: event channel of the identifier.
     :raises VerbsError: ``rdma_create_id`` failed.
@@ -293,8 +297,8 @@ cdef class Identifier(Handle):
             self._leave_owner()
 
     cdef int _attach(self, EventChannel channel, rdma_cm_id *pointer) except -1:
-        # Make this the open handle of the identifier at `pointer`. On a failure the identifier remains the caller's to
-        # destroy.
+        # Make this the open handle of the identifier at `pointer`. If this raises, the caller must destroy the
+        # identifier.
         self.affinity = channel.affinity
         channel._enter()
         try:
@@ -326,7 +330,7 @@ cdef class Identifier(Handle):
         self.channel._leave()
 
     cdef int _finish(self, int failed, int error, str verb) except -1:
-        # End a verb that `_use` began, and raise VerbsError where it failed.
+        # End a verb that `_use` began, and raise VerbsError if it failed.
         self._unuse()
         return _check(failed, error, verb)
 
@@ -334,9 +338,9 @@ cdef class Identifier(Handle):
 
     @property
     def device_name(self):
-        """Name of the RDMA device that the identifier is bound to; None while unbound.
+        """Name of the RDMA device to which the identifier is bound; None if it is not bound.
 
-        :raises ClosedResourceError: the identifier is destroyed; likewise for the next three properties.
+        :raises ClosedResourceError: the identifier is destroyed.
         """
         self._enter()
         name = self.pointer.verbs.device.name.decode() if self.pointer.verbs else None
@@ -345,7 +349,10 @@ cdef class Identifier(Handle):
 
     @property
     def port_num(self):
-        """Number of that device's port, from 1; 0 while unbound."""
+        """Number of the port to which the identifier is bound, from 1; 0 if it is not bound.
+
+        :raises ClosedResourceError: the identifier is destroyed.
+        """
         self._enter()
         port_num = self.pointer.port_num
         self._leave()
@@ -353,16 +360,22 @@ cdef class Identifier(Handle):
 
     @property
     def local_address(self):
-        """Local address, ``(host, port)`` or four values for IPv6; None while unbound."""
+        """Local address of the identifier, ``(host, port)`` or four values for IPv6; None if it is not bound.
+
+        :raises ClosedResourceError: the identifier is destroyed.
+        """
         return self._address(False)
 
     @property
     def peer_address(self):
-        """Address of the peer, like `local_address`; None for none."""
+        """Address of the peer, in the form of `local_address`; None if there is no peer.
+
+        :raises ClosedResourceError: the identifier is destroyed.
+        """
         return self._address(True)
 
     cdef object _address(self, bint peer):
-        # Return the peer's address or the local one; None for none.
+        # Return the peer's address or the local one; None if there is none.
         self._enter()
         try:
             return _read_address(
@@ -372,9 +385,10 @@ cdef class Identifier(Handle):
             self._leave()
 
     def bind_addr(self, address):
-        """Bind to a local address: ``rdma_bind_addr``.
+        """Bind the identifier to a local address: ``rdma_bind_addr``.
 
         :param address: address of this machine, or the wildcard address.
+        :raises OSError: `address` is not an IP address.
         :raises VerbsError: ``rdma_bind_addr`` failed.
         """
         cdef sockaddr_storage local
@@ -389,7 +403,7 @@ cdef class Identifier(Handle):
     def listen(self, int backlog):
         """Listen for connection requests: ``rdma_listen``.
 
-        :param backlog: number of connection requests that may wait.
+        :param backlog: number of connection requests that may wait to be taken.
         :raises VerbsError: ``rdma_listen`` failed.
         """
         cdef int failed, error
@@ -400,13 +414,14 @@ cdef class Identifier(Handle):
         self._finish(failed, error, "rdma_listen")
 
     def resolve_addr(self, address, int timeout_ms, source=None):
-        """Begin to find the device by which an address is reached, and bind to that device: ``rdma_resolve_addr``.
+        """Start to look for the device through which an address is reached, and to bind to it: ``rdma_resolve_addr``.
 
-        The result is an event, ADDR_RESOLVED or ADDR_ERROR.
+        The result arrives as an event, ADDR_RESOLVED or ADDR_ERROR.
 
         :param address: address of the peer.
         :param timeout_ms: time limit in milliseconds.
-        :param source: local address to use; None: any.
+        :param source: local address to use; None for any.
+        :raises OSError: `address` or `source` is not an IP address.
         :raises VerbsError: ``rdma_resolve_addr`` failed.
         """
         cdef sockaddr_storage remote
@@ -424,13 +439,14 @@ cdef class Identifier(Handle):
         self._finish(failed, error, "rdma_resolve_addr")
 
     def resolve_route(self, int timeout_ms):
-        """Begin to find the path to the resolved address: ``rdma_resolve_route``.
+        """Start to look for the path to the resolved address: ``rdma_resolve_route``.
 
-        The result is an event, ROUTE_RESOLVED or ROUTE_ERROR. Where the daemon ibacm runs, librdmacm asks it first, and
-        blocks until it answers.
+        The result arrives as an event, ROUTE_RESOLVED or ROUTE_ERROR. If the daemon ibacm is running, librdmacm asks it
+        first and blocks until it answers.
 
         :param timeout_ms: time limit in milliseconds.
-        :raises VerbsError: ``rdma_resolve_route`` failed, or no address was resolved.
+        :raises VerbsError: ``rdma_resolve_route`` failed; with EINVAL if no address was resolved, with EOPNOTSUPP for
+            an iWARP device.
         """
         cdef int failed, error
         self._use_bound("rdma_resolve_route")
@@ -442,7 +458,7 @@ cdef class Identifier(Handle):
     # ---- Connections
 
     cdef int _use_bound(self, str verb) except -1:
-        # Begin a verb as `_use` does; raise VerbsError where the identifier is unbound, or bound to an iWARP device.
+        # Begin a verb as `_use` does; raise VerbsError if the identifier is not bound, or is bound to an iWARP device.
         # librdmacm dereferences the device without checking that there is one.
         self._use(verb)
         if not self.pointer.verbs:
@@ -454,11 +470,12 @@ cdef class Identifier(Handle):
         return 0
 
     def init_qp_attr(self, int qp_state):
-        """Return the attributes that move the connection's queue pair to a state: ``rdma_init_qp_attr``.
+        """Return the attributes with which to move the connection's queue pair to a state: ``rdma_init_qp_attr``.
 
         :param qp_state: number of the `QpState`.
-        :returns: a dict of the attributes by the names of `QueuePair.modify`, without ``qp_state``.
-        :raises VerbsError: ``rdma_init_qp_attr`` failed, or no address was resolved.
+        :returns: a dict of attributes for `QueuePair.modify`, by name, without ``qp_state``.
+        :raises VerbsError: ``rdma_init_qp_attr`` failed; with EINVAL if no address was resolved, with EOPNOTSUPP for an
+            iWARP device.
         """
         cdef v.ibv_qp_attr attr
         cdef int failed, error, mask = 0
@@ -488,16 +505,20 @@ cdef class Identifier(Handle):
 
     def connect(self, *, qp_num, private_data=b"", responder_resources=0, initiator_depth=0, retry_count=0,
                 rnr_retry_count=0, srq=False):
-        """Request a connection: ``rdma_connect``, with the members of ``struct rdma_conn_param``.
+        """Request a connection: ``rdma_connect``. The arguments are the members of ``struct rdma_conn_param``.
+
+        The result arrives as an event.
 
         :param qp_num: number of the local queue pair.
-        :param private_data: bytes for the peer; the limit is the transport's, 56 bytes.
+        :param private_data: bytes for the peer; the transport allows at most 56.
         :param responder_resources: number of RDMA READ and atomic requests of the peer that may be in flight.
         :param initiator_depth: number of RDMA READ and atomic requests that may be in flight from here.
         :param retry_count: number of retries without an acknowledgement, 0..7.
-        :param rnr_retry_count: number of retries where the peer has no receive posted, 0..7.
+        :param rnr_retry_count: number of retries when the peer has no receive posted, 0..7.
         :param srq: whether the queue pair uses a shared receive queue.
-        :raises VerbsError: ``rdma_connect`` failed, or no address was resolved.
+        :raises OverflowError: a number does not fit in its field, or `private_data` has more than 255 bytes.
+        :raises VerbsError: ``rdma_connect`` failed; with EINVAL if no address was resolved, with EOPNOTSUPP for an
+            iWARP device.
         """
         cdef rdma_conn_param param
         cdef int failed, error
@@ -523,15 +544,16 @@ cdef class Identifier(Handle):
 
     def accept(self, *, qp_num, private_data=b"", responder_resources=0, initiator_depth=0, rnr_retry_count=0,
                srq=False):
-        """Accept a connection request: ``rdma_accept``.
+        """Accept the connection request of this identifier: ``rdma_accept``. The result arrives as an event.
 
         :param qp_num: number of the local queue pair.
         :param private_data: bytes for the peer.
         :param responder_resources: number of RDMA READ and atomic requests of the peer that may be in flight.
         :param initiator_depth: number of RDMA READ and atomic requests that may be in flight from here.
-        :param rnr_retry_count: number of retries where the peer has no receive posted, 0..7.
+        :param rnr_retry_count: number of retries when the peer has no receive posted, 0..7.
         :param srq: whether the queue pair uses a shared receive queue.
-        :raises VerbsError: ``rdma_accept`` failed.
+        :raises OverflowError: a number does not fit in its field, or `private_data` has more than 255 bytes.
+        :raises VerbsError: ``rdma_accept`` failed; with EOPNOTSUPP for an iWARP device.
         """
         cdef rdma_conn_param param
         cdef int failed, error
@@ -544,9 +566,10 @@ cdef class Identifier(Handle):
         self._finish(failed, error, "rdma_accept")
 
     def reject(self, private_data=b""):
-        """Reject a connection request: ``rdma_reject``.
+        """Reject the connection request of this identifier: ``rdma_reject``.
 
         :param private_data: bytes for the peer, at most 255.
+        :raises OverflowError: `private_data` has more than 255 bytes.
         :raises VerbsError: ``rdma_reject`` failed.
         """
         cdef int failed, error
@@ -573,7 +596,7 @@ cdef class Identifier(Handle):
 
 
 cdef int _check(int failed, int error, str verb) except -1:
-    # Raise VerbsError with the errno `error`, and advice, where the function failed.
+    # Raise VerbsError with the errno `error`, and with advice, if the function failed.
     if failed:
         raise VerbsError(verb, error, _ADVICE.get(error))
     return 0
@@ -582,7 +605,7 @@ cdef int _check(int failed, int error, str verb) except -1:
 cdef int _fill(
     rdma_conn_param *param, bytes data, qp_num, responder_resources, initiator_depth, retry_count, rnr_retry_count, srq
 ) except -1:
-    # Fill the parameters of rdma_connect and rdma_accept. Raise OverflowError for a number that does not fit, and for
+    # Fill the parameters of rdma_connect and rdma_accept. Raise OverflowError if a number does not fit, or if there are
     # more than 255 bytes of data. The caller keeps `data` alive.
     memset(param, 0, sizeof(param[0]))
     param.private_data = <const char *>data
@@ -597,7 +620,7 @@ cdef int _fill(
 
 
 cdef int _fill_address(sockaddr_storage *storage, address) except -1:
-    # Fill `storage` from (host, port), or four values for IPv6. Raise OSError where the host is no IP address.
+    # Fill `storage` from (host, port), or four values for IPv6. Raise OSError if the host is not an IP address.
     cdef sockaddr_in *four = <sockaddr_in *>storage
     cdef sockaddr_in6 *six = <sockaddr_in6 *>storage
     cdef bytes packed

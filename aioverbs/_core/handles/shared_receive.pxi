@@ -4,16 +4,19 @@ cdef class SharedReceiveQueue(Handle):
     """Shared receive queue: ``ibv_create_srq``, or ``ibv_create_srq_ex`` for a queue that XRC queue pairs use.
 
     :param pd: protection domain, or a parent domain that provides locks and memory.
-    :param max_wr: minimum number of receives; `query` has the actual one.
+    :param max_wr: minimum number of receives that the queue holds; `query` returns the actual one.
     :param max_sge: number of scatter/gather entries of a receive.
-    :param limit: raise ``EventType.SRQ_LIMIT_REACHED``, once, when fewer receives are left; 0 for never.
+    :param limit: the event ``EventType.SRQ_LIMIT_REACHED`` is raised, once, when fewer receives than this are left; 0
+        for never.
     :param xrc_domain: XRC domain whose queue pairs use the queue; requires `cq`.
     :param cq: completion queue of the receives of an XRC queue. Receives of other queues complete in the queue pair's
         CQ.
-    :param affinity: owner of the queue; None: the owner of the other arguments, or any thread.
-    :raises ValueError: only one of `xrc_domain` and `cq` is given, or an argument belongs to another context.
-    :raises VerbsError: with EINVAL where the device has no queue of that size, or `limit` exceeds it; with the failure
-        of a parent domain's allocator, whose exception is the cause.
+    :param affinity: owner of the queue; None for the owner of the other arguments. If these have none either, any
+        thread may use the queue.
+    :raises ValueError: only one of `xrc_domain` and `cq` is given, or an argument belongs to another context or another
+        owner.
+    :raises VerbsError: with EINVAL if the device has no queue of that size, or `limit` exceeds it; also if a parent
+        domain's allocator failed, whose exception is then the cause.
     """
 
     def __init__(
@@ -43,7 +46,12 @@ cdef class SharedReceiveQueue(Handle):
     def _create(
         self, ProtectionDomain pd, uint32_t max_wr, uint32_t max_sge, uint32_t limit, xrc_domain, cq, str verb
     ):
-        """Create the queue by `verb`, enter its parents and arm the limit, or raise and leave them as they were."""
+        """Create the queue with `verb`, which names the function, arm its limit, and count it as a user of its parents.
+        If that fails, these are left unchanged.
+
+        :raises VerbsError: a verb failed.
+        :raises ClosedResourceError: the protection domain, the XRC domain or the completion queue is closed.
+        """
         cdef int error = 0
         held = _enter_all((pd, xrc_domain, cq))
         self.context = pd.context
@@ -68,7 +76,8 @@ cdef class SharedReceiveQueue(Handle):
             raise
 
     def _create_basic(self, ProtectionDomain pd, uint32_t max_wr, uint32_t max_sge):
-        """Call ``ibv_create_srq``, and set `pointer`, NULL on failure. Return errno, valid on failure only."""
+        """Call ``ibv_create_srq`` and set `pointer`, to NULL on failure. Return errno, which is valid only on
+        failure."""
         cdef v.ibv_srq_init_attr attr
         cdef int error
         memset(&attr, 0, sizeof(attr))
@@ -83,7 +92,8 @@ cdef class SharedReceiveQueue(Handle):
     def _create_xrc(
         self, ProtectionDomain pd, uint32_t max_wr, uint32_t max_sge, XrcDomain xrc_domain, CompletionQueue cq
     ):
-        """Call ``ibv_create_srq_ex``, and set `pointer`, NULL on failure. Return errno, valid on failure only."""
+        """Call ``ibv_create_srq_ex`` and set `pointer`, to NULL on failure. Return errno, which is valid only on
+        failure."""
         cdef v.ibv_srq_init_attr_ex attr
         cdef int error
         memset(&attr, 0, sizeof(attr))
@@ -122,10 +132,10 @@ cdef class SharedReceiveQueue(Handle):
 
     @property
     def number(self):
-        """Number of the queue, an int, which XRC peers need. Each use calls ``ibv_get_srq_num``.
+        """Number of the queue, an int, which XRC peers need to send to it. Each use calls ``ibv_get_srq_num``.
 
         :raises AffinityError: the caller is not the queue's owner.
-        :raises VerbsError: with EINVAL where the queue is not for XRC.
+        :raises VerbsError: with EINVAL if the queue is not for XRC.
         """
         cdef uint32_t number = 0
         cdef int error
@@ -138,16 +148,16 @@ cdef class SharedReceiveQueue(Handle):
         return number
 
     def modify(self, max_wr=None, limit=None):
-        """Resize the queue, or arm its limit; the given arguments form the mask: ``ibv_modify_srq``.
+        """Resize the queue or arm its limit, or both: ``ibv_modify_srq``. Return None.
 
-        :param max_wr: new minimum number of receives; receives in the queue stay. None: unchanged.
-        :param limit: raise ``EventType.SRQ_LIMIT_REACHED``, once, when fewer receives are left; 0 for never. None:
-            unchanged.
+        :param max_wr: new minimum number of receives; receives in the queue stay there. None to leave it unchanged.
+        :param limit: the event ``EventType.SRQ_LIMIT_REACHED`` is raised, once, when fewer receives than this are left;
+            0 for never. None to leave it unchanged.
         :raises AffinityError: the caller is not the queue's owner.
         :raises OverflowError: an argument is not in 0..2**32-1.
-        :raises VerbsError: with EINVAL where more receives than `max_wr` are in the queue, or completed and not polled,
-            or where `limit` exceeds the queue; with the failure of a parent domain's allocator, whose exception is the
-            cause. The queue is unchanged.
+        :raises VerbsError: with EINVAL if more receives than `max_wr` are in the queue, or have completed without being
+            polled, or if `limit` exceeds the size of the queue; also if a parent domain's allocator failed, whose
+            exception is then the cause. The queue is unchanged.
         """
         cdef int mask = 0
         if max_wr is not None:
@@ -161,7 +171,11 @@ cdef class SharedReceiveQueue(Handle):
             self._unuse()
 
     def _modify(self, int mask, uint32_t max_wr, uint32_t limit):
-        """Call ``ibv_modify_srq``; the caller has begun the verb. Raise VerbsError, as `modify` does."""
+        """Call ``ibv_modify_srq``; the caller has begun the verb. Return None.
+
+        :param mask: which of the other arguments to set, bits of ``enum ibv_srq_attr_mask``.
+        :raises VerbsError: the verb failed, as for `modify`.
+        """
         cdef v.ibv_srq_attr attr
         cdef int error
         memset(&attr, 0, sizeof(attr))
@@ -176,7 +190,7 @@ cdef class SharedReceiveQueue(Handle):
         self._check("ibv_modify_srq", error)
 
     def query(self):
-        """Query the size and the limit: ``ibv_query_srq``.
+        """Query the size and the limit of the queue: ``ibv_query_srq``.
 
         :returns: a new `SrqAttributes`.
         :raises AffinityError: the caller is not the queue's owner.

@@ -1,14 +1,15 @@
 # Part of handles.pyx: memory windows.
 
 cdef class MemoryWindow(Handle):
-    """Memory window: ``ibv_alloc_mw``. A work queue binds it.
+    """Memory window: ``ibv_alloc_mw``. A `WorkQueue` binds it to a part of a memory region.
 
     :param pd: the protection domain.
     :param mw_type: a `MwType`. A type 1 window is bound and unbound by a verb of its own. A type 2 window is bound by a
-        work request, usable through that queue pair only, and unbound by invalidating its key (``LOCAL_INV`` here,
-        ``SEND_WITH_INV`` by the peer). Destroying a window of either type unbinds it (``ibv_dealloc_mw``).
-    :raises ValueError: there is no such type.
-    :raises VerbsError: with ENOMEM; with EOPNOTSUPP where the provider has no memory windows.
+        work request, can be used only through that queue pair, and is unbound by invalidating its key (with
+        ``LOCAL_INV`` here or ``SEND_WITH_INV`` by the peer). Destroying a window of either type unbinds it
+        (``ibv_dealloc_mw``).
+    :raises ValueError: `mw_type` is not a `MwType`.
+    :raises VerbsError: with ENOMEM if memory ran out; with EOPNOTSUPP if the provider has no memory windows.
     """
 
     def __init__(self, ProtectionDomain pd not None, mw_type):
@@ -45,7 +46,7 @@ cdef class MemoryWindow(Handle):
 
     @property
     def rkey(self):
-        """Remote key, which a peer needs; changes with each binding.
+        """Remote key, which a peer needs to use the window. It changes with each binding.
 
         :raises ClosedResourceError: the window is closed.
         """

@@ -4,18 +4,18 @@
 cdef class XrcDomain(Handle):
     """XRC domain: ``ibv_open_xrcd``.
 
-    `destroy` is ``ibv_close_xrcd``, and raises BusyResourceError while a queue pair or a shared receive queue made with
-    this handle exists. The domain ends with its last handle, of any process.
+    `destroy` calls ``ibv_close_xrcd``; it raises BusyResourceError as long as a queue pair or a shared receive queue
+    made with this handle exists. The domain ends when its last handle in any process is destroyed.
 
     :param context: the device.
-    :param fd: file descriptor whose inode identifies the domain, in all processes that open a file of that inode; -1:
-        none.
+    :param fd: file descriptor whose inode identifies the domain, in all processes that open a file of that inode; -1
+        for a domain without a file.
     :param oflag: ``os.O_CREAT`` creates the domain if it does not exist; ``os.O_CREAT | os.O_EXCL`` fails if it exists.
-    :raises VerbsError: with EINVAL if the domain exists and ``os.O_EXCL`` was given, for other flags, and for no
-        file without ``os.O_CREAT``; with EAGAIN if the domain does not exist and ``os.O_CREAT`` was not given; with
-        EBADF if `fd` is not an open file; with EOPNOTSUPP if the provider has no XRC domains; with ETIMEDOUT if
-        another process of the software device has stopped, or a foreign process holds the domain's lock, for ten
-        seconds.
+    :raises VerbsError: with EINVAL if the domain exists and ``os.O_EXCL`` was given, if `oflag` has other flags, or if
+        there is no file and ``os.O_CREAT`` was not given; with EAGAIN if the domain does not exist and ``os.O_CREAT``
+        was not given; with EBADF if `fd` is not an open file; with EOPNOTSUPP if the provider has no XRC domains; with
+        ETIMEDOUT if another process of the software device has stopped, or a foreign process holds the domain's lock,
+        for ten seconds.
     """
 
     def __init__(self, Context context not None, int fd=-1, int oflag=os.O_CREAT):

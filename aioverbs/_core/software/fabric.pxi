@@ -2,9 +2,10 @@
 
 
 cdef int _fill_address(s.soft_address *out, address) except -1:
-    """Fill a struct soft_address from None, or an IP address and a port.
+    """Fill a struct soft_address.
 
-    :raises ValueError: the IP address has another length than 4 or 16 bytes.
+    :param address: a tuple of an IP address, as bytes, and a port; None to fill the struct with zeros.
+    :raises ValueError: the IP address is not 4 or 16 bytes long.
     :raises OverflowError: the port is out of range.
     """
     cdef bytes host
@@ -19,9 +20,10 @@ cdef int _fill_address(s.soft_address *out, address) except -1:
 
 
 cdef int _fill_settings(s.soft_settings *out, settings) except -1:
-    """Fill a struct soft_settings from `SoftSettings`, which keeps these limits when it is read from the environment.
+    """Fill a struct soft_settings from a `SoftSettings`.
 
-    :raises ValueError: directory, users or secret exceed the limits.
+    :raises ValueError: the directory's path, the users or the secret exceed the limits of the device, which cannot
+        happen if the settings were read from the environment.
     """
     cdef bytes directory = settings.directory, secret = settings.secret
     if len(directory) >= s.SOFT_MAX_PATH or len(settings.users) > s.SOFT_MAX_USERS or len(secret) > s.SOFT_MAX_SECRET:
@@ -39,18 +41,18 @@ cdef int _fill_settings(s.soft_settings *out, settings) except -1:
 
 
 cdef str _text(const char *text):
-    # Return the text as str, with undecodable bytes replaced; empty for none.
+    # Return a C string as str, with undecodable bytes replaced.
     return text.decode(errors="replace")
 
 
 cdef object _gid(const uint8_t *raw):
-    """Return a GID, 16 bytes; None for the zero GID, which means none."""
+    """Return the GID at `raw` as 16 bytes; None if it is zero, which means that there is no GID."""
     cdef bytes gid = (<const char *>raw)[:16]
     return gid if any(gid) else None
 
 
 cdef object _peer(s.soft_stream_stats *stream):
-    # Return a new `Peer` of a stream's statistics.
+    # Return a new `Peer` with the statistics of a stream, the connection with another process.
     cdef bint known = stream.connected_times or not stream.is_link, of_host = known and stream.is_unix
     return Peer(
         gids=tuple(gid for gid in (_gid(stream.peer[0]), _gid(stream.peer[1])) if gid is not None),
@@ -72,7 +74,12 @@ cdef object _peer(s.soft_stream_stats *stream):
 
 
 cdef tuple _peers(Context context):
-    """Return a `Peer` for each stream; a peer that connects while they are counted may be left out."""
+    """Return a tuple with a new `Peer` for each stream, the connections with other processes.
+
+    A peer that connects while the streams are being counted may be missing.
+
+    :raises MemoryError: there is not enough memory for a copy of the statistics.
+    """
     cdef s.soft_stream_stats *streams
     cdef size_t count, capacity
     with nogil:

@@ -22,26 +22,28 @@ cdef enum:
 
 
 cdef class FaultPlan:
-    """Plan of faults that a context of the software device injects: `Context.faults`.
+    """Plan of the faults that a context of the software device injects; obtained from `Context.faults`.
 
-    A plan is reproducible: faults strike by the number of a call or request, and random faults depend on a seed and
-    such numbers, not on time.
+    A plan is reproducible: when a fault strikes depends on the number of a call or request, for random faults also on a
+    seed, but not on time.
 
-    Three numbers select where a rule strikes. They count from 1, from the creation of the rule: the rule strikes at
-    number ``first``, then at each ``every``-th number, ``times`` times in all (0: no limit). Where several rules
-    strike at once, only the oldest one does.
+    Three arguments select the calls, requests, messages or frames at which a rule strikes. These are numbered from 1
+    onwards, starting at the creation of the rule. The rule strikes at number ``first``, then at every ``every``-th one
+    after that, ``times`` times in all (0 for no limit). If several rules would strike at the same time, only the oldest
+    of them does.
 
     Error numbers are those of `errno`, chances are per 1,000,000, and times are in nanoseconds. ``verbs`` lists the
     names of the verbs, such as ``"create_qp"``. ``frames`` lists the kinds of frames between a queue pair and its peer
     in another process: the queue pair's requests, ``"request_out"``, and their answers, ``"answer_in"``; the peer's
     requests, ``"request_in"``, and their answers, ``"answer_out"``.
 
-    Methods return None unless they say otherwise. Every method raises, and leaves the plan unchanged:
+    Methods return None unless their description says otherwise. Every method raises these errors, and then leaves the
+    plan unchanged:
 
     :raises ClosedResourceError: the context, or an object that is passed, is closed.
     :raises ValueError: a number is out of range, the verb or frame kind is unknown, or an object belongs to another
         context.
-    :raises VerbsError: with ENOMEM where there is no memory for a rule.
+    :raises VerbsError: with ENOMEM if there is not enough memory for a rule.
     """
 
     cdef readonly Context context
@@ -61,12 +63,12 @@ cdef class FaultPlan:
     # ---- verbs
 
     def fail(self, verb, int error, *, first=1, every=1, times=1):
-        """Make calls of a verb fail with an error number, without doing anything.
+        """Make calls of a verb fail with an error number; a call that fails does nothing else.
 
         :param verb: name of the verb; None for all verbs.
         :param error: error number, 1..4095.
         :param first: number of the first call that fails, from 1.
-        :param every: distance between failing calls.
+        :param every: after the first, every how many calls one fails; 1 for each call.
         :param times: number of failing calls; 0 for no limit.
         """
         cdef s.soft_strike strike = _strike(first, every, times)
@@ -80,9 +82,9 @@ cdef class FaultPlan:
         self.context._check("soft_fault_verb", error)
 
     def fail_at_random(self, per_million, int error):
-        """Make each call of any verb fail with a probability.
+        """Make each call of any verb fail with a given probability.
 
-        :param per_million: chance of a failure, 0..1,000,000; 0 ends it.
+        :param per_million: chance of a failure per 1,000,000 calls, 0..1,000,000; 0 ends the failures.
         :param error: error number, 1..4095.
         """
         cdef uint32_t chance = _check_range("per_million", per_million, 0, MILLION)
@@ -95,7 +97,7 @@ cdef class FaultPlan:
         self.context._check("soft_fault_verbs_at_random", error)
 
     def count_calls(self, bint on=True):
-        """Count calls of verbs, starting from 0.
+        """Count the calls of each verb, starting from 0.
 
         :param on: whether to count; False stops and keeps the counts.
         """
@@ -104,9 +106,7 @@ cdef class FaultPlan:
         self.context._leave()
 
     def calls(self, verb=None):
-        """Return the number of counted calls.
-
-        Before the first `count_calls` nothing is counted, and the number is 0.
+        """Return the number of calls that were counted since `count_calls`; 0 if it was never called.
 
         :param verb: name of the verb; None for all verbs.
         """
@@ -122,14 +122,16 @@ cdef class FaultPlan:
     def fail_request(
         self, status, QueuePair qp=None, *, bint receives=False, first=1, every=1, times=1, uint32_t vendor_err=0
     ):
-        """Make requests complete with an error status, which breaks the queue pair as such an error does.
+        """Make requests complete with an error status, without being executed. This breaks the queue pair, as a real
+        error with that status does.
 
         :param status: a `WcStatus` other than SUCCESS.
         :param qp: the queue pair; None for all.
-        :param receives: fail receives instead, as messages arrive for them. A sender that is notified completes with
-            REM_OP_ERR, or with REM_INV_REQ_ERR where `status` is LOC_LEN_ERR.
+        :param receives: whether to fail receives instead of sends, when messages arrive for them. On a reliable
+            connection, the sender's request then completes with REM_OP_ERR, or with REM_INV_REQ_ERR if `status` is
+            LOC_LEN_ERR.
         :param first: number of the first request that fails, from 1.
-        :param every: distance between failing requests.
+        :param every: after the first, every how many requests one fails; 1 for each request.
         :param times: number of failing requests; 0 for no limit.
         :param vendor_err: vendor error code of the completions.
         """
@@ -149,12 +151,12 @@ cdef class FaultPlan:
         self.context._check("soft_fault_request", error)
 
     def lose_messages(self, QueuePair qp=None, *, first=1, every=1, times=1):
-        """Lose messages on their way; each attempt to send one counts.
+        """Lose messages on the way to the receiver. Each transmission of a message counts, including retries.
 
         :param qp: the sending queue pair; None for all.
-        :param first: number of the first attempt that is lost, from 1.
-        :param every: distance between lost attempts.
-        :param times: number of lost attempts; 0 for no limit.
+        :param first: number of the first transmission that is lost, from 1.
+        :param every: after the first, every how many transmissions one is lost; 1 for each transmission.
+        :param times: number of lost transmissions; 0 for no limit.
         """
         cdef s.soft_strike strike = _strike(first, every, times)
         cdef int error
@@ -166,9 +168,10 @@ cdef class FaultPlan:
         self.context._check("soft_fault_loss", error)
 
     def lose_messages_at_random(self, per_million):
-        """Lose each message with a probability.
+        """Lose each message with a given probability on the way to the receiver.
 
-        :param per_million: chance of a loss, 0..1,000,000; 1,000,000 cuts the link, 0 restores it.
+        :param per_million: chance of a loss per 1,000,000 messages, 0..1,000,000; 1,000,000 cuts the link, 0 restores
+            it.
         """
         cdef uint32_t chance = _check_range("per_million", per_million, 0, MILLION)
         cdef int error
@@ -180,10 +183,10 @@ cdef class FaultPlan:
         self.context._check("soft_fault_loss_at_random", error)
 
     def jitter(self, max_ns):
-        """Delay the execution of each request by a random time. For contexts with a worker thread.
+        """Delay the execution of each request by a random time. Only for contexts with a worker thread.
 
         :param max_ns: upper limit of the delay in nanoseconds; 0 for no delay.
-        :raises VerbsError: with EINVAL for an inline context.
+        :raises VerbsError: with EINVAL if the context executes requests inline, without a worker thread.
         """
         cdef uint64_t most = _check_range("max_ns", max_ns, 0, (1 << 63) - 1)
         cdef int error
@@ -197,29 +200,31 @@ cdef class FaultPlan:
     # ---- frames: messages between devices of different processes
     #
     # A long message takes several frames; one answer may acknowledge many requests. A rule applies to frames of one
-    # kind, or of all kinds counted together; of a queue pair, or of all queue pairs of this context; to and from the
-    # device with the GID `peer`, 16 bytes as in `Endpoint.gid`, or any.
+    # kind, or of all kinds counted together; to frames of one queue pair, or of all queue pairs of this context; and to
+    # frames exchanged with the device that has the GID `peer` (16 bytes, as in `Endpoint.gid`), or with any device.
 
     def drop_frames(self, kind=None, QueuePair qp=None, *, peer=None, first=1, every=1, times=1):
-        """Lose frames.
+        """Lose frames that are exchanged with devices of other processes.
 
         :param kind: kind of the frames, one of ``frames``; None for all.
         :param qp: the queue pair; None for all.
         :param peer: GID of the peer's device, 16 bytes; None for all.
-        :param first: number of the first frame, from 1.
-        :param every: distance between frames.
-        :param times: number of frames; 0 for no limit.
+        :param first: number of the first frame that is affected, from 1.
+        :param every: after the first, every how many frames one is affected; 1 for each frame.
+        :param times: number of affected frames; 0 for no limit.
         """
         _add_frame_rule(self, s.SOFT_DROP, kind, qp, peer, 0, _strike(first, every, times))
 
     def duplicate_frames(self, kind=None, QueuePair qp=None, *, peer=None, first=1, every=1, times=1):
-        """Deliver frames a second time, soon after the first. Arguments as for `drop_frames`."""
+        """Deliver frames twice, the second time soon after the first. The arguments are those of `drop_frames`."""
         _add_frame_rule(self, s.SOFT_DUPLICATE, kind, qp, peer, 0, _strike(first, every, times))
 
     def delay_frames(self, delay_ns, kind=None, QueuePair qp=None, *, peer=None, first=1, every=1, times=1):
-        """Deliver frames later; frames that follow overtake them. Further arguments as for `drop_frames`.
+        """Deliver frames later, so that subsequent frames overtake them. The other arguments are those of
+        `drop_frames`.
 
-        A stream keeps at most 4 MiB of delayed frames, and loses more.
+        A stream, that is, a connection with another process, keeps at most 4 MiB of delayed frames; further ones are
+        lost.
 
         :param delay_ns: delay in nanoseconds.
         """
@@ -227,19 +232,21 @@ cdef class FaultPlan:
         _add_frame_rule(self, s.SOFT_DELAY, kind, qp, peer, delay, _strike(first, every, times))
 
     def cut_at_frames(self, kind=None, QueuePair qp=None, *, peer=None, first=1, every=1, times=1):
-        """Cut the stream when a frame arrives, and lose the frame and all that are in flight. Arguments as for
-        `drop_frames`."""
+        """Cut the connection with the other process when a frame arrives: that frame and all frames in flight are lost.
+
+        The arguments are those of `drop_frames`.
+        """
         _add_frame_rule(self, s.SOFT_CUT, kind, qp, peer, 0, _strike(first, every, times))
 
     def disturb_frames_at_random(self, *, drop=0, duplicate=0, delay=0, cut=0, max_delay_ns=0):
-        """Disturb each frame with a probability; without chances, stop doing so.
+        """Disturb each frame with the given probabilities. A call without arguments ends this.
 
         :param drop: chance of a loss, per 1,000,000.
         :param duplicate: chance of a second delivery, per 1,000,000.
         :param delay: chance of a delay, per 1,000,000.
-        :param cut: chance that the stream is cut, per 1,000,000.
-        :param max_delay_ns: upper limit of the delay in nanoseconds.
-        :raises ValueError: a number is out of range, or the chances exceed 1,000,000 together.
+        :param cut: chance that the connection is cut, per 1,000,000.
+        :param max_delay_ns: upper limit of the random delays, in nanoseconds.
+        :raises ValueError: a number is out of range, or the sum of the chances exceeds 1,000,000.
         """
         cdef uint32_t chances[s.SOFT_FRAME_FAULT_KINDS]
         cdef uint64_t most = _check_range("max_delay_ns", max_delay_ns, 0, (1 << 63) - 1)
@@ -257,10 +264,12 @@ cdef class FaultPlan:
         self.context._check("soft_fault_frames_at_random", error)
 
     def cut_streams(self, peer=None):
-        """Cut the device's current connections with peers, for all contexts of the device. They reconnect when needed.
+        """Cut the device's current connections with peers in other processes, for all contexts of the device.
 
-        :param peer: GID of the peer's device, 16 bytes; None for all.
-        :returns: the number of connections cut.
+        The connections are made again when they are needed.
+
+        :param peer: GID of the peer's device, 16 bytes; None for all peers.
+        :returns: the number of connections that were cut.
         """
         cdef bytes gid = _check_gid(peer)
         cdef uint8_t *where = NULL if gid is None else <uint8_t *><char *>gid
@@ -276,11 +285,12 @@ cdef class FaultPlan:
         return count
 
     def stall_streams(self, peer=None, bint on=True):
-        """Stop reading from the current connections with peers, so that each side finds the other silent.
+        """Stop reading from the device's current connections with peers in other processes, so that each side finds the
+        other silent.
 
-        :param peer: GID of the peer's device, 16 bytes; None for all.
-        :param on: whether to stop reading; False resumes.
-        :returns: the number of connections.
+        :param peer: GID of the peer's device, 16 bytes; None for all peers.
+        :param on: True to stop reading, False to resume.
+        :returns: the number of connections that were stopped or resumed.
         """
         cdef bytes gid = _check_gid(peer)
         cdef uint8_t *where = NULL if gid is None else <uint8_t *><char *>gid
@@ -298,7 +308,7 @@ cdef class FaultPlan:
     # ---- completions
 
     def hold(self, QueuePair qp=None):
-        """Hold completions from here on, until `unhold`.
+        """Hold back all further completions until `unhold` is called; `release` releases those held so far.
 
         :param qp: the queue pair; None for all.
         """
@@ -311,7 +321,7 @@ cdef class FaultPlan:
         self.context._check("soft_fault_hold", error)
 
     def held(self):
-        """Return the number of completions held now."""
+        """Return the number of completions that are held back now."""
         self.context._enter()
         try:
             return s.soft_fault_held(self.context.pointer)
@@ -319,10 +329,11 @@ cdef class FaultPlan:
             self.context._leave()
 
     def release(self, count=0, *, bint shuffled=False):
-        """Release held completions.
+        """Release completions that `hold` has held back. Further completions are still held back.
 
-        :param count: number of completions at most; 0 for all that are held now.
-        :param shuffled: release them in random order across queues; completions of one queue keep their order.
+        :param count: maximum number of completions to release; 0 for all that are held now.
+        :param shuffled: whether to release them in random order; completions of the same queue pair still keep their
+            order.
         :returns: the number of released completions.
         """
         cdef size_t most = _check_range("count", count, 0, (1 << 63) - 1)
@@ -333,7 +344,7 @@ cdef class FaultPlan:
             self.context._leave()
 
     def unhold(self):
-        """Release all held completions, and hold no more."""
+        """Release all completions that are held back, and stop holding back completions."""
         self.context._enter()
         s.soft_fault_unhold(self.context.pointer)
         self.context._leave()
@@ -341,7 +352,7 @@ cdef class FaultPlan:
     # ---- the plan as a whole
 
     def seed(self, uint64_t seed):
-        """Restart the random numbers.
+        """Restart the random numbers on which the random faults depend.
 
         :param seed: the seed, 0..2**64-1.
         """
@@ -350,15 +361,15 @@ cdef class FaultPlan:
         self.context._leave()
 
     def clear(self):
-        """Remove all rules and release all held completions. Counting of calls continues, and delayed frames still
+        """Remove all rules and release all held completions. Calls are still counted, and delayed frames still
         arrive."""
         self.context._enter()
         s.soft_fault_clear(self.context.pointer)
         self.context._leave()
 
     def records(self):
-        """Return what the plan has done so far, a list of `FaultRecord`, oldest first; only the first 4096 are
-        recorded."""
+        """Return a new list of `FaultRecord`, one for each fault that the plan has caused so far, oldest first. Only
+        the first 4096 faults are recorded."""
         cdef s.soft_fault_record records[RECORD_BATCH]
         cdef Py_ssize_t total, taken = 0, i
         found = []
@@ -378,9 +389,9 @@ cdef class FaultPlan:
     # ---- state of the device
 
     def set_port(self, bint up):
-        """Take the device's port down or up, for all contexts, which raises ``PORT_ERR`` or ``PORT_ACTIVE``.
+        """Take the device's port down or up, for all contexts. This raises the event ``PORT_ERR`` or ``PORT_ACTIVE``.
 
-        :param up: whether the port is up.
+        :param up: True to take the port up, False to take it down.
         """
         cdef int error
         self.context._enter()
@@ -392,10 +403,11 @@ cdef class FaultPlan:
         self.context._check("soft_set_port", error)
 
     def lose_device(self):
-        """Remove the device from this context, for good, which raises ``DEVICE_FATAL``.
+        """Remove the device from this context permanently. This raises the event ``DEVICE_FATAL``.
 
-        From here on verbs return EIO, except those that destroy an object or take an event or completion that is there;
-        no request completes. A peer that is accessing memory of a request in flight is waited for, at most 2 s.
+        From then on, verbs return EIO, except for verbs that destroy an object or take an event or completion that has
+        already arrived, and no request completes. If a peer is accessing memory of a request in flight, this call waits
+        for it, for at most 2 s.
         """
         cdef int error
         self.context._enter()
@@ -407,7 +419,7 @@ cdef class FaultPlan:
         self.context._check("soft_lose", error)
 
     def break_queue_pair(self, QueuePair qp not None):
-        """Break a queue pair, which raises ``QP_FATAL``.
+        """Break a queue pair as a hardware fault would: it enters ERR. This raises the event ``QP_FATAL``.
 
         :param qp: the queue pair.
         """
@@ -421,7 +433,7 @@ cdef class FaultPlan:
         self.context._check("soft_break_qp", error)
 
     def break_completion_queue(self, CompletionQueue cq not None):
-        """Break a completion queue as by an overrun, which raises ``CQ_ERR``.
+        """Break a completion queue as an overrun would. This raises the event ``CQ_ERR``.
 
         :param cq: the completion queue.
         """
@@ -435,9 +447,7 @@ cdef class FaultPlan:
         self.context._check("soft_break_cq", error)
 
     def break_shared_receive_queue(self, SharedReceiveQueue srq not None):
-        """Break a shared receive queue: no receive is taken from it any more.
-
-        The context reports the asynchronous event ``SRQ_ERR``.
+        """Break a shared receive queue: no more receives are taken from it. This raises the event ``SRQ_ERR``.
 
         :param srq: the shared receive queue.
         """
@@ -451,8 +461,8 @@ cdef class FaultPlan:
         self.context._check("soft_break_srq", error)
 
     cdef int _enter_own(self, Handle handle) except -1:
-        # Keep the object open, and thereby its context, until `_leave`, and check that it belongs to the context: raise
-        # ValueError where it does not, ClosedResourceError where it is closed.
+        # Keep the object and its context open until `_leave`. Raise ValueError if the object does not belong to this
+        # context, ClosedResourceError if it is closed.
         handle._enter()
         if handle.context is not self.context:
             handle._leave()
@@ -472,7 +482,7 @@ cdef class FaultPlan:
 cdef int _add_frame_rule(
     FaultPlan plan, s.soft_frame_fault_kind mishap, kind, QueuePair qp, peer, uint64_t delay_ns, s.soft_strike strike
 ) except -1:
-    # Add a rule for frames, with the errors of `FaultPlan`. `kind`, `qp` and `peer` are those of `drop_frames`.
+    # Add a rule for frames, with the errors of `FaultPlan`. `kind`, `qp` and `peer` are the arguments of `drop_frames`.
     cdef s.soft_frame_fault fault
     cdef bytes gid = _check_gid(peer)
     cdef int error
@@ -492,7 +502,7 @@ cdef int _add_frame_rule(
 
 
 cdef object _check_range(str name, value, least, most):
-    # Return the value as an int; raise ValueError where it is out of range, TypeError where it is no integer.
+    # Return the value as an int; raise ValueError if it is out of range, TypeError if it is not an integer.
     value = PyNumber_Index(value)
     if not least <= value <= most:
         raise ValueError(f"{name} must be from {least} to {most}, got {value}")
@@ -500,7 +510,7 @@ cdef object _check_range(str name, value, least, most):
 
 
 cdef s.soft_strike _strike(first, every, times) except *:
-    # Return the struct of the three numbers that say where a rule strikes; raise ValueError where one is out of range.
+    # Return the struct of the three numbers that select where a rule strikes; raise ValueError if one is out of range.
     cdef s.soft_strike strike
     strike.first = _check_range("first", first, 1, (1 << 63) - 1)
     strike.every = _check_range("every", every, 1, (1 << 63) - 1)
@@ -509,7 +519,7 @@ cdef s.soft_strike _strike(first, every, times) except *:
 
 
 cdef int _verb_number(verb) except -1:
-    # Return the number of a verb by name, SOFT_ANY_VERB for None; raise ValueError for an unknown name.
+    # Return the number of the verb with a name, SOFT_ANY_VERB for None; raise ValueError if there is no such verb.
     if verb is None:
         return s.SOFT_ANY_VERB
     number = _verb_numbers.get(verb)
@@ -519,7 +529,8 @@ cdef int _verb_number(verb) except -1:
 
 
 cdef unsigned int _frame_kinds(kind) except 0:
-    # Return the bit mask of a kind of frames by name, of all kinds for None; raise ValueError for an unknown name.
+    # Return the bit mask for the kind of frames with a name, for all kinds if it is None; raise ValueError if there is
+    # no such kind.
     if kind is None:
         return (1 << <int>s.SOFT_FRAME_KINDS) - 1
     if kind not in FaultPlan.frames:
@@ -528,7 +539,7 @@ cdef unsigned int _frame_kinds(kind) except 0:
 
 
 cdef bytes _check_gid(peer):
-    # Return the GID, or None for None; raise ValueError for other values than 16 bytes.
+    # Return the GID `peer`, or None if it is None; raise ValueError if it is not 16 bytes.
     if peer is None:
         return None
     if not isinstance(peer, bytes) or len(peer) != 16:
@@ -537,7 +548,7 @@ cdef bytes _check_gid(peer):
 
 
 cdef object _record(s.soft_fault_record *record):
-    # Return a new `FaultRecord`.
+    # Return a new `FaultRecord` with the contents of a struct.
     kind = _record_kinds[<int>record.what]
     if kind == "verb":
         name = FaultPlan.verbs[record.which]

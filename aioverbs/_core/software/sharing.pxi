@@ -1,17 +1,17 @@
 # Part of software.pyx: protection domains that several contexts and processes share, and memory regions of other
 # processes.
 #
-# An instance of a shared domain is a protection domain like any other. Other devices fail with EOPNOTSUPP.
+# An instance of a shared domain is a protection domain like any other. RDMA devices fail with EOPNOTSUPP.
 
 
 def share(ProtectionDomain pd not None, uint64_t share_key):
-    """Let other contexts of the device open a protection domain: ``ibv_alloc_shpd``.
+    """Share a protection domain, so that other contexts of the device can open instances of it: ``ibv_alloc_shpd``.
 
-    :param pd: the domain, or a parent domain of it.
+    :param pd: the domain, or a parent domain that is based on it.
     :param share_key: a secret, 0..2**64-1, that the other contexts need.
-    :returns: the number of the domain, which `open_shared` takes.
-    :raises OverflowError: the key exceeds 64 bits.
-    :raises VerbsError: with EEXIST where the domain is shared already; with EOPNOTSUPP on other devices.
+    :returns: the number of the domain, for `open_shared`.
+    :raises OverflowError: the key does not fit in 64 bits.
+    :raises VerbsError: with EEXIST if the domain is already shared; with EOPNOTSUPP on RDMA devices.
     """
     cdef uint32_t number = 0
     cdef int error = EOPNOTSUPP
@@ -30,35 +30,36 @@ def share(ProtectionDomain pd not None, uint64_t share_key):
 def open_shared(handles.Context context not None, uint32_t number, uint64_t share_key):
     """Open another instance of a shared protection domain: ``ibv_share_pd``.
 
-    Any context of the device can open one. Objects made with an instance belong to the instance and are destroyed
+    Any context of the device can open one. Objects made with an instance belong to that instance and must be destroyed
     before it; queue pairs of one instance may use memory regions of another. The domain ends with its last instance.
 
     :param context: a context of the device.
     :param number: the number that `share` returned.
     :param share_key: the key that `share` was given.
     :returns: a new `ProtectionDomain`; the caller destroys it.
-    :raises VerbsError: with ENOENT if no domain is shared by that number; with EACCES if the key differs; with
-        EOPNOTSUPP on other devices.
+    :raises VerbsError: with ENOENT if no domain is shared under that number; with EACCES if the key is wrong; with
+        EOPNOTSUPP on RDMA devices.
     """
     return _open_instance(context, number, NULL, share_key)
 
 
 def import_shared(handles.Context context not None, int fd, uint64_t share_key):
-    """Open an instance of a protection domain of another process.
+    """Open an instance of a protection domain that another process has shared.
 
     :param context: a context of the software device.
     :param fd: descriptor that `export` returned in the other process; the caller keeps it.
-    :param share_key: key for further instances in this process, by `open_shared`.
+    :param share_key: key that `open_shared` will require for further instances in this process.
     :returns: a new `ProtectionDomain`; the caller destroys it.
-    :raises VerbsError: with ENOENT if the last instance is closed; with EPROTO if `fd` is not such a descriptor;
-        with EMFILE if too many processes share the domain; with ENOMEM; with EOPNOTSUPP on other devices.
+    :raises VerbsError: with ENOENT if the domain has ended with its last instance; with EPROTO if `fd` is not such a
+        descriptor; with EMFILE if too many processes share the domain; with ENOMEM if memory ran out; with EOPNOTSUPP
+        on RDMA devices.
     """
     return _open_instance(context, 0, &fd, share_key)
 
 
 cdef ProtectionDomain _open_instance(handles.Context context, uint32_t number, int *fd, uint64_t share_key):
-    # Return a new handle of an instance, by the descriptor `fd`, or by `number` where `fd` is NULL. Raise VerbsError as
-    # `open_shared` and `import_shared` do.
+    # Return a new handle of an instance, opened with the descriptor `fd`, or with `number` if `fd` is NULL. Raise
+    # VerbsError as `open_shared` and `import_shared` do.
     cdef int error = EOPNOTSUPP
     cdef ProtectionDomain pd = ProtectionDomain.__new__(ProtectionDomain)
     pd._begin()
@@ -85,15 +86,15 @@ cdef ProtectionDomain _open_instance(handles.Context context, uint32_t number, i
 
 
 def export(ProtectionDomain pd not None):
-    """Return a new file descriptor by which another process opens an instance, with `import_shared`. The caller closes
-    the descriptor.
+    """Return a new file descriptor with which another process can open an instance, using `import_shared`. The caller
+    closes the descriptor.
 
     The descriptor refers to the state that all processes share, and to memory for regions of the domain: see
     `shared_area`.
 
     :param pd: an instance of the domain.
-    :raises VerbsError: with EINVAL where the domain is not shared; with EOPNOTSUPP on other devices; with EMFILE or
-        ENOMEM.
+    :raises VerbsError: with EINVAL if the domain is not shared; with EMFILE or ENOMEM if no descriptor or memory is
+        left; with EOPNOTSUPP on RDMA devices.
     """
     cdef int error = EOPNOTSUPP
     cdef int fd = -1
@@ -109,7 +110,7 @@ def export(ProtectionDomain pd not None):
 
 
 def shared_area(ProtectionDomain pd not None):
-    """Return the memory that queue pairs of all processes of the domain reach, as a capsule for
+    """Return the memory that the queue pairs of all processes of the domain can access, as a capsule for
     `SharedMemoryAllocator`.
 
     :param pd: an instance of the domain.
@@ -130,7 +131,7 @@ def shared_area(ProtectionDomain pd not None):
 
 
 cdef void _drop_area(object capsule) noexcept:
-    # Release the area of a capsule that is being freed.
+    # Release the shared memory area of a capsule that is being freed.
     cdef s.alloc_area *area = <s.alloc_area *>PyCapsule_GetPointer(capsule, "aioverbs.alloc_area")
     area.drop(area.handle)
 
@@ -139,12 +140,13 @@ cdef class ImportedRegion(MemoryRegion):
     """Memory region that another process registered with an instance of the protection domain.
 
     `address` is the region's address in the process that registered it; `here` is the address of its memory in this
-    process, and `access` the `AccessFlags` of the registration. `destroy` ends the import; the region stays registered.
+    process, and `access` the `AccessFlags` of the registration. `destroy` ends the import, but the region stays
+    registered.
 
     :param pd: an instance of the domain.
     :param key: the region's ``lkey``, which equals its ``rkey``.
-    :raises VerbsError: with ENOENT if no region of the domain has that key; with EFAULT if the memory is private
-        to its process; with EOPNOTSUPP on other devices.
+    :raises VerbsError: with ENOENT if no region of the domain has that key; with EFAULT if the memory is private to the
+        other process; with EOPNOTSUPP on RDMA devices.
     """
 
     cdef void *_here

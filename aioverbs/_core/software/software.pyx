@@ -37,8 +37,8 @@ from aioverbs._core.handles.handles cimport (
 
 
 def discard_descriptor(int descriptor):
-    """Close a file descriptor that a foreign process sent, in a thread: the last close may block as long as that
-    process likes. Return at once, before the descriptor is closed.
+    """Close a file descriptor that another process sent, in a thread of its own, because closing it may block for as
+    long as that process likes. Return immediately, before the descriptor is closed.
 
     :param descriptor: the file descriptor.
     """
@@ -46,14 +46,14 @@ def discard_descriptor(int descriptor):
 
 
 def _halt_devices():
-    """Stop the threads of all open software devices, as the interpreter ends."""
-    # The end of the interpreter frees registered memory; the device's threads must not write to it any more.
+    """Stop the threads of all open software devices. Called when the interpreter shuts down."""
+    # The interpreter frees registered memory when it shuts down; the device's threads must no longer write to it then.
     for handle in open_handles():
         if isinstance(handle, Context):
             try:
                 (<Context>handle)._halt()
             except ClosedResourceError:
-                pass                            # a daemon thread closes the context: no request is in flight then
+                pass                            # a daemon thread has closed the context: no request is in flight
 
 
 if s.soft_watch_forks():
@@ -62,23 +62,24 @@ atexit.register(_halt_devices)
 
 
 cdef class Context(handles.Context):
-    """Open software device, made by `open`."""
+    """Open software device. Made by `open`."""
 
     @staticmethod
     def open(*, execution="inline", delay_ns=0, address=None, settings=None):
         """Open a software device.
 
-        :param execution: "inline" executes a request in the call that posts it, "thread" in a worker thread of the
-            device.
-        :param delay_ns: minimum time from posting to execution, in nanoseconds; with "thread" only.
+        :param execution: "inline" to execute a request in the call that posts it, "thread" to execute it in a worker
+            thread of the device.
+        :param delay_ns: minimum time from posting to execution, in nanoseconds; only for "thread".
         :param address: address of the device: None for "soft0", or a tuple of an IP address (4 or 16 bytes) and a TCP
-            port, by which other hosts find it.
+            port, at which other hosts find it.
         :param settings: `SoftSettings` for peers in other processes, which take effect if no other context of the
-            device is open; None: the defaults, as with an empty environment.
+            device is open; None for the defaults, as with an empty environment.
         :returns: a new `Context`; the caller destroys it.
         :raises ValueError: an argument is out of range, or `delay_ns` is given with "inline".
-        :raises VerbsError: with EINVAL if no device can have the address; with the error of listening there, such as
-            EADDRINUSE; with EMFILE or ENOMEM.
+        :raises OverflowError: the port or `delay_ns` is out of range.
+        :raises VerbsError: with EINVAL if no device can have the address; with the error of listening at the address,
+            such as EADDRINUSE; with EMFILE or ENOMEM if no descriptor or memory is left.
         """
         cdef s.soft_options options
         cdef int error
@@ -110,7 +111,8 @@ cdef class Context(handles.Context):
         return self
 
     cdef int _halt(self) except -1:
-        # Stop the device's threads: nothing writes to registered memory any more. Raise ClosedResourceError.
+        # Stop the device's threads, which then no longer write to registered memory. Raise ClosedResourceError if the
+        # context is closed.
         self._enter()
         try:
             with nogil:
@@ -120,16 +122,17 @@ cdef class Context(handles.Context):
         return 0
 
     cdef str _unreachable_reason(self):
-        # Return text that says why peers do not find the device; empty where they can.
+        # Return text that says why peers cannot find the device; empty if they can.
         cdef char why[s.SOFT_ERROR_TEXT]
         with nogil:
             s.soft_get_fabric_error(self.pointer, why)
         return _text(why)
 
     def counts(self):
-        """Count the open objects of the context, by kind, and the overlapping calls that it refused.
+        """Count the open objects of each kind in the context, and the overlapping calls that the context refused.
 
-        :returns: a dict of numbers by name: ``"pds"``, ``"mrs"``, ``"qps"`` and so on, and ``"overlaps"``.
+        :returns: a dict of numbers by name: ``"pds"``, ``"mrs"``, ``"qps"`` and so on for the objects, ``"overlaps"``
+            for the refused calls.
         :raises ClosedResourceError: the context is closed.
         """
         cdef s.soft_counts counts
@@ -152,7 +155,7 @@ cdef class Context(handles.Context):
         }
 
     def fabric(self):
-        """Return statistics of the device's links to other processes, a new `FabricStatistics`.
+        """Return a new `FabricStatistics` for the device's links to other processes.
 
         :raises ClosedResourceError: the context is closed.
         """
@@ -164,7 +167,8 @@ cdef class Context(handles.Context):
 
     @property
     def has_fabric(self):
-        """Whether the device may have peers in other processes: True from the first queue pair with such a peer.
+        """Whether the device may have peers in other processes: True once a queue pair has been connected to such a
+        peer.
 
         :raises ClosedResourceError: the context is closed.
         """
@@ -176,7 +180,7 @@ cdef class Context(handles.Context):
 
     @property
     def faults(self):
-        """A `FaultPlan` of the context; every use returns a new object for the same plan.
+        """The `FaultPlan` of the context; every use returns a new object for the same plan.
 
         :raises ClosedResourceError: the context is closed.
         """
@@ -185,12 +189,12 @@ cdef class Context(handles.Context):
         return FaultPlan.__new__(FaultPlan, self)
 
     def set_delay(self, uint64_t delay_ns):
-        """Change the delay of the device's worker thread, from here on.
+        """Change the delay with which the device's worker thread executes requests from now on.
 
-        :param delay_ns: minimum time from posting to execution, in nanoseconds.
+        :param delay_ns: minimum time from posting a request to its execution, in nanoseconds.
         :raises ClosedResourceError: the context is closed.
         :raises OverflowError: `delay_ns` is not in 0..2**64-1.
-        :raises VerbsError: with EINVAL for an inline context.
+        :raises VerbsError: with EINVAL if the context executes requests inline, without a worker thread.
         """
         self._enter()
         error = s.soft_set_delay(self.pointer, delay_ns)

@@ -4,7 +4,7 @@ The two processes exchange two messages:
 
     receiver                         owner of the protection domain
     `receive`  ---- Request ------>  `answer`
-               <--- Reply --------   with descriptors, by SCM_RIGHTS
+               <--- Reply --------   with descriptors, sent by SCM_RIGHTS
 """
 
 import array
@@ -52,7 +52,7 @@ class ReceivedShare:
     Made by `receive`. The receiver calls `close`, and destroys ``share`` after the last use of the context.
 
     :param shared_id: ID of the protection domain.
-    :param share: the protection domain.
+    :param share: the share through which instances of the protection domain are opened.
     :param command: descriptor for the commands of the context (``ibv_context.cmd_fd``); `close` closes it.
     :param device: name of the device in the other process.
     """
@@ -66,12 +66,13 @@ class ReceivedShare:
     def open_context(self, name: str | None) -> handles.Context:
         """Import the context (``ibv_import_device``) and let it open instances of the protection domain.
 
-        :param name: None; a name is for software devices only.
-        :returns: handle of the context, which the caller destroys.
+        :param name: must be None, because only software devices are opened by name.
+        :returns: new handle of the context, which the caller destroys.
         :raises ValueError: ``name`` is not None.
         :raises LibraryNotFoundError: libibverbs cannot be loaded.
-        :raises VerbsError: EOPNOTSUPP: the provider cannot import contexts; EXDEV: the context belongs to another
-            device than the shared ID.
+        :raises VerbsError: with EOPNOTSUPP if the provider cannot import contexts; with ENODEV if the device does not
+            exist here; with EXDEV if the shared ID belongs to a device other than that of the context.
+        :raises OSError: the received descriptor was closed, or no descriptor is left.
         """
         if name is not None:
             raise ValueError(f"`name` is for software devices, but the peer shares {self._device}: leave it out")
@@ -85,16 +86,17 @@ class ReceivedShare:
         return context
 
     def close(self) -> None:
-        """Close the received descriptor; an imported context has a descriptor of its own."""
+        """Close the received descriptor for the commands of the context. Imported contexts have descriptors of their
+        own."""
         os.close(self._command)
 
 
 class ReceivedSoftwareShare:
-    """Received access to a protection domain of a software device, in a file that both processes map.
+    """Received access to a protection domain of a software device, which is in a file that both processes map.
 
     Made by `receive`. The receiver destroys ``share`` after the last use of the context.
 
-    :param share: the protection domain.
+    :param share: the share through which instances of the protection domain are opened.
     """
 
     def __init__(self, share: ImportedShare) -> None:
@@ -103,10 +105,10 @@ class ReceivedSoftwareShare:
     def open_context(self, name: str | None) -> handles.Context:
         """Open a context of a software device, and let it open instances of the protection domain.
 
-        :param name: name of the device; None: ``"soft0"``.
-        :returns: handle of the context, which the caller destroys.
+        :param name: name of the device; None for ``"soft0"``.
+        :returns: new handle of the context, which the caller destroys.
         :raises DeviceNotFoundError: the name is not that of a software device.
-        :raises ValueError: the address in the name is invalid.
+        :raises ValueError: the address in the name, or an environment variable of `SoftSettings`, is invalid.
         :raises VerbsError: the device cannot be opened.
         """
         context = software.open_context() if name is None else software.open_context(name)
@@ -114,14 +116,15 @@ class ReceivedSoftwareShare:
         return context
 
     def close(self) -> None:
-        """Do nothing: the share closes its file."""
+        """Do nothing: the only received descriptor belongs to ``share``, which closes it."""
 
 
 @contextlib.contextmanager
 def _descriptors(close: Callable[[int], None]) -> Iterator[list[int]]:
-    """Provide a list of descriptors for a block. At its end, the descriptors in the list are closed.
+    """Provide a new list to which a block can append file descriptors. At the end of the block, those in the list are
+    closed.
 
-    :param close: function that closes a descriptor; `discard_descriptor` for descriptors of a peer, because closing
+    :param close: function that closes a descriptor; `discard_descriptor` for descriptors from a peer, because closing
         them may block for as long as the peer likes.
     """
     descriptors: list[int] = []
@@ -141,8 +144,9 @@ async def receive(sock: socket.socket, shared_id: int, share_key: int) -> Receiv
     :param shared_id: ID of the protection domain, 96 bits.
     :param share_key: secret of the protection domain, 64 bits.
     :returns: the received access, which the caller closes; the caller also destroys its ``share``.
-    :raises VerbsError: ENOENT, EACCES or EXDEV: the peer refused; EACCES also if the peer does not know the key; EPROTO
-        or EPROTONOSUPPORT: the reply is invalid or of another version. EPROTO may have closed the socket.
+    :raises VerbsError: with ENOENT, EACCES or EXDEV if the peer refused; with EACCES also if the peer does not know the
+        key; with EPROTO if the reply is invalid, in which case the socket may have been closed; with EPROTONOSUPPORT if
+        the reply is of another version.
     :raises BrokenResourceError: the peer closed the socket.
     :raises ValueError: the socket is not a Unix stream socket, or is blocking.
     :raises RuntimeError: no asyncio event loop is running.
@@ -175,15 +179,15 @@ async def receive(sock: socket.socket, shared_id: int, share_key: int) -> Receiv
 
 
 async def answer(sock: socket.socket, context: handles.Context, shared: Share | SoftShare) -> None:
-    """Answer one request of the process at the other end of a socket, which calls `receive`.
+    """Answer one request from the process at the other end of a socket, which calls `receive`.
 
     :param sock: non-blocking Unix stream socket.
     :param context: context of the protection domain.
     :param shared: the shared protection domain.
-    :raises VerbsError: the request was refused: ENOENT, EACCES or EXDEV: other ID, key or device; EPROTO or
-        EPROTONOSUPPORT: the request is invalid or of another version. The peer receives the same errno, except after
-        EPROTO for attached descriptors, which closes the socket.
-    :raises OSError: EMFILE: no descriptor is left.
+    :raises VerbsError: if the request was refused: with ENOENT, EACCES or EXDEV if its ID, key or device is wrong; with
+        EPROTO if it is invalid; with EPROTONOSUPPORT if it is of another version. The peer receives the same errno; but
+        if descriptors were attached to the request (EPROTO), the socket is closed instead.
+    :raises OSError: with EMFILE if no descriptor is left.
     :raises ClosedResourceError: the context is closed. The peer receives ENOENT.
     :raises BrokenResourceError: the peer closed the socket.
     :raises ValueError: the socket is not a Unix stream socket, or is blocking.
@@ -210,7 +214,7 @@ async def answer(sock: socket.socket, context: handles.Context, shared: Share | 
 
 
 def _check(sock: socket.socket) -> None:
-    """Check that a socket can carry the messages.
+    """Check that a socket is suitable for the messages, and that this is called in an event loop.
 
     :raises ValueError: the socket is not a Unix stream socket, or is blocking.
     :raises RuntimeError: no asyncio event loop is running.
@@ -223,7 +227,8 @@ def _check(sock: socket.socket) -> None:
 
 
 async def _send(sock: socket.socket, data: bytes, descriptors: Sequence[int]) -> None:
-    """Send all data, with the descriptors attached to the first byte. The caller still has to close them.
+    """Send all of the data, with copies of the descriptors attached to the first byte. The caller still has to close
+    them.
 
     :raises BrokenResourceError: the peer closed the socket.
     """
@@ -241,15 +246,15 @@ async def _send(sock: socket.socket, data: bytes, descriptors: Sequence[int]) ->
 
 
 async def _receive(sock: socket.socket, size: int, descriptors: list[int], max_descriptors: int) -> bytes:
-    """Receive exactly `size` bytes, and append the descriptors that come with them to a list.
+    """Receive exactly `size` bytes, and append the descriptors that come with them to the list `descriptors`.
 
-    Data is peeked before it is consumed: consuming would make the kernel close the descriptors that do not fit into the
-    buffer, in this thread, and closing may block. At most `max_descriptors` are taken, because a peer could otherwise
-    use up all descriptors of this process with a few messages.
+    Data is peeked before it is consumed: when it is consumed, the kernel closes the descriptors that do not fit into
+    the buffer, in this thread, and closing may block. At most `max_descriptors` are taken, because a peer could
+    otherwise use up all descriptors of this process with a few messages.
 
-    :returns: the bytes.
-    :raises VerbsError: with EPROTO if more descriptors came than that, or than this process may open. The socket is
-        closed then, by the thread that closes the descriptors in it.
+    :returns: the received bytes.
+    :raises VerbsError: with EPROTO if more than `max_descriptors` descriptors came, or more than this process can open.
+        In this case the socket is closed, in the same separate thread as the descriptors in it.
     :raises BrokenResourceError: the peer closed the socket.
     """
     data = b""
@@ -280,11 +285,12 @@ async def _receive(sock: socket.socket, size: int, descriptors: list[int], max_d
 
 
 def _is_device(descriptor: int) -> bool:
-    """Return whether a descriptor is an RDMA device opened for commands, by the device number.
+    """Return whether a descriptor is an open RDMA device file, to which commands are sent, judging by its device
+    number.
 
-    ``ibv_import_device`` looks for the same number. The kernel's cached attributes are read, because `os.fstat` would
-    wait for the server of a FUSE file. A descriptor opened with O_PATH is rejected: FUSE can present such a device even
-    without the permission to open it.
+    ``ibv_import_device`` looks for the same number. The attributes are read from the kernel's cache, because `os.fstat`
+    would wait for the server of a FUSE file. A descriptor opened with O_PATH is rejected: FUSE can present such a
+    device even without the permission to open it.
     """
     if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_PATH:
         return False
@@ -296,7 +302,10 @@ def _is_device(descriptor: int) -> bool:
 
 
 def _is_memory_file(descriptor: int) -> bool:
-    """Return whether a descriptor is a memory file, by its seals. `os.fstat` would wait for a FUSE server."""
+    """Return whether a descriptor is a memory file (memfd), judging by its seals.
+
+    `os.fstat` is not used, because it would wait for the server of a FUSE file.
+    """
     try:
         fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
     except OSError:

@@ -1,7 +1,7 @@
-"""PURE: messages by which one process gets access to a protection domain of another one.
+"""PURE: messages with which one process gets access to a protection domain of another process.
 
-The process that wants access sends a `Request`; the other one replies with a `Reply`, with descriptors attached. Both
-prove that they know the share key, without revealing it.
+The process that wants access sends a `Request`; the other one answers with a `Reply` that has descriptors attached.
+Both prove that they know the share key, without revealing it.
 """
 
 import errno
@@ -25,7 +25,7 @@ _NAME = 64  # maximum length of device names in libibverbs, bytes
 
 
 def share_id(guid: bytes, name: str, number: int) -> int:
-    """Return the ID of a shared protection domain, which contains the GUID of its device.
+    """Return the ID of a shared protection domain, an int of 96 bits: the GUID of its device, then its number.
 
     :param guid: node GUID of the device, 8 bytes. If it is zero, as for some virtual functions, a hash of `name` is
         used in its place.
@@ -38,20 +38,24 @@ def share_id(guid: bytes, name: str, number: int) -> int:
 
 
 def device_of(shared_id: int) -> str:
-    """Return the GUID in a shared ID, in the notation of RDMA tools."""
+    """Return the device GUID in a shared ID, in the notation of RDMA tools, such as ``0002:c903:0000:1234``."""
     digits = f"{shared_id >> 32:016x}"
     return ":".join(digits[place : place + 4] for place in range(0, 16, 4))
 
 
 def _proofs(share_key: int) -> Proofs:
-    """Return the proofs of this protocol for a share key."""
+    """Return a `Proofs` with which to make and check the proofs of this protocol for a share key."""
     return Proofs(b"aioverbs sharing", share_key.to_bytes(KEY_BITS // 8))
 
 
 def _parse_head(data: bytes, size: int, kind: str) -> int:
-    """Check the header of a message and return the status in it.
+    """Check the size and the header of a message, and return the status in it: 0 or an errno.
 
-    :raises VerbsError: EPROTO: the header is invalid; EPROTONOSUPPORT: the message is of another version.
+    :param data: the message.
+    :param size: size that the message must have, in bytes.
+    :param kind: name of this kind of message, for the error.
+    :raises VerbsError: with EPROTO if the size or the header is wrong; with EPROTONOSUPPORT if the message is of
+        another version.
     """
     if len(data) != size:
         raise VerbsError("ibv_share_pd", errno.EPROTO, f"a {kind} has {size} bytes, not {len(data)}")
@@ -82,7 +86,7 @@ class Request:
 
     @classmethod
     def make(cls, shared_id: int, share_key: int, nonce: bytes) -> "Request":
-        """Return a request with its proof.
+        """Return a new `Request`, including its proof.
 
         :param shared_id: ID of the protection domain, 96 bits.
         :param share_key: secret of the protection domain, 64 bits.
@@ -92,14 +96,14 @@ class Request:
         return cls(shared_id, nonce, proof)
 
     def pack(self) -> bytes:
-        """Return the message encoded, ``SIZE`` bytes long."""
+        """Return the encoded message, which is ``SIZE`` bytes long."""
         return _HEAD.pack(_MAGIC, _VERSION, 0) + self.shared_id.to_bytes(ID_BITS // 8) + self.nonce + self.proof
 
     @classmethod
     def parse(cls, data: bytes) -> "Request":
-        """Return a decoded request. The caller checks its proof by `proves`.
+        """Decode a request and return it as a new `Request`. The caller must check its proof with `proves`.
 
-        :raises VerbsError: EPROTO: the request is invalid; EPROTONOSUPPORT: the request is of another version.
+        :raises VerbsError: with EPROTO if the request is invalid; with EPROTONOSUPPORT if it is of another version.
         """
         if _parse_head(data, cls.SIZE, "request"):
             raise VerbsError("ibv_share_pd", errno.EPROTO, "a request has no status")
@@ -108,7 +112,7 @@ class Request:
         return cls(int.from_bytes(shared_id), rest[:NONCE_BYTES], rest[NONCE_BYTES:])
 
     def proves(self, share_key: int) -> bool:
-        """Return whether the sender of the request knows the share key."""
+        """Return whether the proof shows that the sender of the request knows the share key."""
         return _proofs(share_key).check(self.proof, b"request", self.shared_id.to_bytes(ID_BITS // 8), self.nonce)
 
 
@@ -116,9 +120,9 @@ class Request:
 class Reply:
     """Reply to a request for access.
 
-    :param status: 0 if descriptors are attached: for an RDMA device those of the context's commands and of the file by
-        which the instances coordinate; for a software device that of the file that contains the protection domain. Else
-        the errno of the refusal.
+    :param status: 0 if descriptors are attached: for an RDMA device, those for the context's commands and of the file
+        with which the instances coordinate; for a software device, that of the file that contains the protection
+        domain. If the request is refused, the errno of the refusal.
     :param device: name of the device.
     :param pd_handle: number of the protection domain in the kernel; 0 for a software device.
     :param proof: proof that the sender knows the share key and replies to this request.
@@ -133,7 +137,8 @@ class Reply:
 
     @classmethod
     def make(cls, request: Request, share_key: int, device: str, pd_handle: int) -> "Reply":
-        """Return the reply to a request whose proof shows that the sender knows the key.
+        """Return a new `Reply` that grants a request, including its proof. The caller has checked the proof of the
+        request.
 
         :param request: the request.
         :param share_key: secret of the protection domain, 64 bits.
@@ -145,7 +150,7 @@ class Reply:
 
     @classmethod
     def refuse(cls, status: int, device: str) -> "Reply":
-        """Return the reply to a request that is refused.
+        """Return a new `Reply` that refuses a request. It has no valid proof.
 
         :param status: errno of the refusal.
         :param device: name of the device.
@@ -153,18 +158,20 @@ class Reply:
         return cls(status, device, 0, bytes(PROOF_BYTES))
 
     def _body(self) -> bytes:
-        """Return the encoded fields that the proof covers: the name and the handle."""
+        """Return the encoded fields that the proof covers, bytes: the name of the device and the number of the
+        domain."""
         return self.device.encode()[:_NAME].ljust(_NAME, b"\0") + self.pd_handle.to_bytes(4)
 
     def pack(self) -> bytes:
-        """Return the message encoded, ``SIZE`` bytes long."""
+        """Return the encoded message, which is ``SIZE`` bytes long."""
         return _HEAD.pack(_MAGIC, _VERSION, self.status) + self._body() + self.proof
 
     @classmethod
     def parse(cls, data: bytes) -> "Reply":
-        """Return a decoded reply. The caller checks its proof by `proves`.
+        """Decode a reply and return it as a new `Reply`. If its status is 0, the caller must check its proof with
+        `proves`.
 
-        :raises VerbsError: EPROTO: the reply is invalid; EPROTONOSUPPORT: the reply is of another version.
+        :raises VerbsError: with EPROTO if the reply is invalid; with EPROTONOSUPPORT if it is of another version.
         """
         status = _parse_head(data, cls.SIZE, "reply")
         body = data[_HEAD.size :]
@@ -173,5 +180,6 @@ class Reply:
         return cls(status, device, int.from_bytes(handle), proof)
 
     def proves(self, share_key: int, request: Request) -> bool:
-        """Return whether the sender of the reply knows the share key, and replied to this request."""
+        """Return whether the proof shows that the sender of the reply knows the share key and replied to this
+        request."""
         return _proofs(share_key).check(self.proof, b"reply", request.nonce, self._body())

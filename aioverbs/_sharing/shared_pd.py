@@ -1,9 +1,10 @@
 """Instances of one protection domain in several contexts and processes, and their coordination.
 
-Contexts of the software device share through the device itself: in one process by numbers, between processes by a file
-that both map. RDMA devices have the verbs ``ibv_import_device`` and ``ibv_import_pd``: a context that was imported by
-the descriptor of another one can import its objects by their handles. The manual page says: "This is the responsibility
-of the application to coordinate between all ibv_context(s) that use this PD". This module does that.
+Contexts of the software device share through the device itself: in one process using numbers, between processes using a
+file that both map. RDMA devices have the verbs ``ibv_import_device`` and ``ibv_import_pd``: a context that was imported
+using the descriptor of another context can import that context's objects using their handles. The manual page says:
+"This is the responsibility of the application to coordinate between all ibv_context(s) that use this PD". This module
+does that.
 """
 
 import contextlib
@@ -43,19 +44,19 @@ _ADVICE = {
 
 
 def share_error(error: int, advice: str | None = None) -> VerbsError:
-    """Return the error of a failed `share` or `open_instance`; without advice, with the usual one for its number.
+    """Return the `VerbsError` for a failed `share` or `open_instance`.
 
     :param error: error number.
-    :param advice: what to do about the failure; None: the usual advice.
+    :param advice: what to do about the failure; None for the usual advice for this error number.
     """
     return VerbsError("ibv_share_pd", error, advice or _ADVICE.get(error))
 
 
 def wrong_device_error(shared_id: int, name: str) -> VerbsError:
-    """Return the error for a shared ID that belongs to another device.
+    """Return the `VerbsError`, with EXDEV, for a shared ID that belongs to another device.
 
     :param shared_id: ID of the protection domain.
-    :param name: name of this device, or an unverified one that a peer sent; unprintable characters are replaced.
+    :param name: name of this device, or an unverified name that a peer sent; unprintable characters are replaced.
     """
     name = "".join(each if each.isprintable() else "?" for each in name)
     advice = f"the id belongs to the device with GUID {device_of(shared_id)}, and {name} is another one: "
@@ -63,7 +64,7 @@ def wrong_device_error(shared_id: int, name: str) -> VerbsError:
 
 
 def check_share(shared_id: int, share_key: int) -> None:
-    """Check the types and ranges of an ID and a key.
+    """Check the types and ranges of a shared ID and a share key.
 
     :raises TypeError: one of them is not an integer. A float would be truncated, which makes a key easier to guess.
     :raises ValueError: one of them is negative, or has too many bits.
@@ -76,7 +77,7 @@ def check_share(shared_id: int, share_key: int) -> None:
 
 
 def id_of(context: handles.Context, number: int) -> int:
-    """Return the shared ID for a number on the device of a context.
+    """Return the shared ID of the protection domain with a number on the device of a context.
 
     :raises VerbsError: the attributes of the device cannot be read.
     :raises ClosedResourceError: the context is closed.
@@ -85,12 +86,14 @@ def id_of(context: handles.Context, number: int) -> int:
 
 
 def import_context(command: int, name: str) -> handles.Context:
-    """Import a context by the descriptor for the commands of another one: ``ibv_import_device``.
+    """Import a context, using the descriptor for the commands of another context: ``ibv_import_device``.
 
-    :param command: descriptor, which the caller still owns.
+    :param command: the descriptor, which the caller still owns.
     :param name: name of the device, for error messages.
-    :returns: handle of the context, which the caller destroys.
-    :raises VerbsError: EOPNOTSUPP: the provider cannot import contexts; ENODEV: the device does not exist here.
+    :returns: new handle of the imported context, which the caller destroys.
+    :raises VerbsError: with EOPNOTSUPP if the provider cannot import contexts; with ENODEV if the device does not exist
+        here.
+    :raises OSError: `command` is not an open descriptor, or no descriptor is left.
     :raises LibraryNotFoundError: libibverbs cannot be loaded.
     """
     try:
@@ -104,9 +107,10 @@ def import_context(command: int, name: str) -> handles.Context:
 
 
 def _check_import(context: handles.Context) -> None:
-    """Check that other processes can import a context. Importing it is the only way to find out.
+    """Check that other processes can import a context, by importing it: there is no other way to find out.
 
-    :raises VerbsError: the context cannot be imported; EOPNOTSUPP: the provider does not support that.
+    :raises VerbsError: the context cannot be imported; with EOPNOTSUPP if the provider does not support that.
+    :raises ClosedResourceError: the context is closed.
     """
     command = context.dup_cmd_fd()
     try:
@@ -116,10 +120,10 @@ def _check_import(context: handles.Context) -> None:
 
 
 def check_device(context: handles.Context, shared_id: int) -> int:
-    """Return the number in a shared ID after checking that the ID belongs to the device of a context.
+    """Check that a shared ID belongs to the device of a context, and return the number in it.
 
-    :returns: lower 32 bits of the ID.
-    :raises VerbsError: EXDEV: the ID belongs to another device.
+    :returns: the number of the protection domain, which is the lower 32 bits of the ID.
+    :raises VerbsError: with EXDEV if the ID belongs to another device.
     :raises ClosedResourceError: the context is closed.
     """
     number = shared_id & 0xFFFFFFFF
@@ -129,19 +133,21 @@ def check_device(context: handles.Context, shared_id: int) -> int:
 
 
 class _InstanceLock:
-    """Lock that counts one instance of a protection domain: the last one deallocates, all others unimport.
+    """Lock that stands for one instance of a protection domain. It tells the last instance, which deallocates the
+    domain, from the others, which only unimport it.
 
-    All instances lock one nameless file, each through an open file description of its own (``flock``):
+    All instances lock the same file, which has no name, each through an open file description of its own (``flock``):
 
     - Every open instance holds a shared lock.
     - An instance that leaves tries to make its lock exclusive. If that succeeds, no other instance is left: the
-      instance deallocates the protection domain, and writes one byte to the file, which marks it as ended.
-    - A new instance that cannot get the shared lock, or finds the byte, fails with ENOENT.
+      instance deallocates the protection domain and writes one byte to the file, which marks the domain as ended.
+    - A new instance that cannot get the shared lock, or that finds the byte, fails with ENOENT.
 
-    The kernel releases the lock of a process that dies.
+    The kernel releases the locks of a process that dies.
 
-    :param file: descriptor of the file; it is opened again and not closed.
-    :raises VerbsError: ENOENT: the last instance was closed; EPROTO: another process has a lease on the file.
+    :param file: descriptor of the file; the file is opened again, and the descriptor is not closed.
+    :raises VerbsError: with ENOENT if the last instance was closed; with EPROTO if another process has a lease on the
+        file.
     """
 
     def __init__(self, file: int) -> None:
@@ -162,7 +168,10 @@ class _InstanceLock:
             raise share_error(errno.ENOENT)
 
     def is_last(self) -> bool:
-        """Return whether no other instance is left. If so, no new one can join; if not, this instance has left."""
+        """Return whether no other instance of the domain is left. Called when this instance is destroyed.
+
+        If True, no new instance can be opened. If False, this instance no longer counts.
+        """
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:  # the kernel released the shared lock before the attempt
@@ -170,10 +179,10 @@ class _InstanceLock:
         return True
 
     def leave(self, last: bool, failed: bool) -> None:
-        """End the instance after its verb was called.
+        """End the instance, after the verb that deallocates or unimports the domain was called.
 
-        :param last: result of `is_last`.
-        :param failed: True if the verb failed; then this is an instance again.
+        :param last: result of `is_last`. If True, the domain is marked as ended.
+        :param failed: True if the verb failed; the instance then does not end, but counts again.
         """
         if failed:
             fcntl.flock(self._file, fcntl.LOCK_SH)
@@ -183,7 +192,7 @@ class _InstanceLock:
         self.close()
 
     def close(self) -> None:
-        """Release the lock without a mark in the file."""
+        """Release the lock, without marking the domain as ended in the file."""
         os.close(self._file)
 
 
@@ -192,7 +201,7 @@ _sharing = threading.Lock()  # a protection domain is shared at most once
 
 
 def _renew_lock() -> None:
-    """Replace the lock in a forked child."""
+    """Replace the lock of this module (`_sharing`). Called in the child of a fork."""
     global _sharing
     _sharing = threading.Lock()  # a thread that held the old lock does not exist in the child
 
@@ -203,7 +212,7 @@ os.register_at_fork(after_in_child=_renew_lock)
 class Share:
     """Shared protection domain of an RDMA device.
 
-    :param number: number that, with the GUID of the device, identifies the protection domain.
+    :param number: number that identifies the protection domain, together with the GUID of the device.
     :param share_key: secret of the protection domain, 64 bits.
     :param pd_handle: handle of the protection domain in the kernel.
     :param file: descriptor of the file that instances lock; `destroy` closes it.
@@ -218,33 +227,34 @@ class Share:
         self._known: dict[int, Share] = {}
 
     def register(self, context: handles.Context) -> None:
-        """Let a context open instances, until `destroy` is called."""
+        """Let a context open instances of the protection domain, until `destroy` is called."""
         self._known = _shares.setdefault(context, {})
         self._known[self.number] = self
 
     def join(self) -> _InstanceLock:
-        """Return the lock of a new instance, which the caller closes, or passes to the instance.
+        """Return an `_InstanceLock` for a new instance. The caller closes it, or passes it to the instance.
 
-        :raises VerbsError: ENOENT: the last instance was closed, or the share was destroyed; EPROTO: another process
-            has a lease on the file.
+        :raises VerbsError: with ENOENT if the last instance was closed, or if the share was destroyed; with EPROTO if
+            another process has a lease on the file.
         """
         with self._opened() as file:
             return _InstanceLock(file)
 
     def dup_file(self) -> int:
-        """Return a duplicate of the file's descriptor, which the caller closes. The duplicate holds no lock.
+        """Return a duplicate of the descriptor of the file that instances lock. The caller closes it; it holds no lock.
 
-        :raises VerbsError: ENOENT: the share was destroyed.
+        :raises VerbsError: with ENOENT if the share was destroyed.
         """
         with self._opened() as file:
             return fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 0)
 
     def attach(self, context: handles.Context, descriptors: list[int]) -> None:
-        """Append the file descriptors that another process needs. The caller closes them.
+        """Append the file descriptors that another process needs to a list. The caller closes them.
 
         :param context: context of the domain's device.
-        :param descriptors: list that receives the descriptors: of the context's command file and of the share's file.
-        :raises VerbsError: ENOENT: the share was destroyed. The list may have the first descriptor then.
+        :param descriptors: list to which two new descriptors are appended: one for the context's commands and one of
+            the file that instances lock.
+        :raises VerbsError: with ENOENT if the share was destroyed. The first descriptor may already be in the list.
         :raises ClosedResourceError: the context is closed.
         """
         descriptors.append(context.dup_cmd_fd())
@@ -252,9 +262,9 @@ class Share:
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[int]:
-        """Provide the descriptor of the file for a block, and keep it open meanwhile.
+        """Provide the descriptor of the file that instances lock to a block, and keep it open during the block.
 
-        :raises VerbsError: ENOENT: the share was destroyed.
+        :raises VerbsError: with ENOENT if the share was destroyed.
         """
         with self._lock:
             if self._file < 0:
@@ -262,7 +272,7 @@ class Share:
             yield self._file
 
     def destroy(self) -> None:
-        """Let no further instances be opened. Open instances stay."""
+        """Prevent further instances from being opened. Instances that are open stay open. Further calls do nothing."""
         with self._lock:
             file, self._file = self._file, -1
         if file >= 0:
@@ -273,7 +283,7 @@ class Share:
 class SoftShare:
     """Shared protection domain of a software device.
 
-    :param number: number that, with the GUID of the device, identifies the protection domain.
+    :param number: number that identifies the protection domain, together with the GUID of the device.
     :param share_key: secret of the protection domain, 64 bits.
     :param pd: handle of the protection domain.
     """
@@ -286,11 +296,12 @@ class SoftShare:
         self._pd: handles.ProtectionDomain | None = pd
 
     def attach(self, context: handles.Context, descriptors: list[int]) -> None:
-        """Append the descriptor that another process needs to a list. The caller closes it.
+        """Append the file descriptor that another process needs to a list. The caller closes it.
 
         :param context: ignored.
-        :param descriptors: list that receives the descriptor of the file that contains the protection domain.
-        :raises VerbsError: ENOENT: the share was destroyed; EMFILE or ENOMEM: no descriptor or memory is left.
+        :param descriptors: list to which a new descriptor of the file that contains the protection domain is appended.
+        :raises VerbsError: with ENOENT if the share was destroyed; with EMFILE or ENOMEM if no descriptor or memory is
+            left.
         """
         pd = self._pd
         if pd is None:
@@ -298,7 +309,7 @@ class SoftShare:
         descriptors.append(software.export(pd))
 
     def destroy(self) -> None:
-        """Let no further instances be opened. Open instances stay."""
+        """Prevent further instances from being opened. Instances that are open stay open. Further calls do nothing."""
         self._pd = None
 
 
@@ -321,17 +332,18 @@ class ImportedShare:
         self._known: dict[int, ImportedShare] = {}
 
     def register(self, context: handles.Context) -> None:
-        """Let a context open instances, until `destroy` is called."""
+        """Let a context open instances of the protection domain, until `destroy` is called."""
         self._known = _imported.setdefault(context, {})
         self._known[self._id] = self
 
     def open(self, context: handles.Context, share_key: int) -> handles.ProtectionDomain:
-        """Open an instance in this process.
+        """Open an instance of the protection domain in this process.
 
-        :param context: context that `register` was called with.
+        :param context: context that was passed to `register`.
         :param share_key: secret of the protection domain, 64 bits.
-        :returns: handle of the instance, which the caller destroys.
-        :raises VerbsError: ENOENT: the last instance was closed, or `destroy` was called; EACCES: the key is wrong.
+        :returns: new handle of the instance, which the caller destroys.
+        :raises VerbsError: with ENOENT if the last instance was closed, or if `destroy` was called; with EACCES if the
+            key is wrong.
         """
         _check_key(self._share_key, share_key)
         with self._lock:
@@ -343,7 +355,7 @@ class ImportedShare:
                 raise share_error(error.errno) from None
 
     def destroy(self) -> None:
-        """Let no further instances be opened. Open instances stay."""
+        """Prevent further instances from being opened. Instances that are open stay open. Further calls do nothing."""
         with self._lock:
             file, self._file = self._file, -1
         if file >= 0:
@@ -352,21 +364,23 @@ class ImportedShare:
 
 
 def _check_key(expected: int, key: int) -> None:
-    """Check a share key, in constant time.
+    """Compare a share key with the expected one, in constant time.
 
-    :raises VerbsError: EACCES: the key is wrong.
+    :raises VerbsError: with EACCES if the keys differ.
     """
     if not hmac.compare_digest(*(each.to_bytes(KEY_BITS // 8) for each in (expected, key))):
         raise share_error(errno.EACCES)
 
 
 def share(pd: handles.ProtectionDomain, share_key: int) -> tuple[int, Share | SoftShare]:
-    """Let other contexts open instances of a protection domain.
+    """Share a protection domain, so that other contexts can open instances of it.
 
     :param pd: handle of the protection domain.
-    :param share_key: secret that other contexts have to know, 64 bits.
-    :returns: the shared ID, and the share, which has to be destroyed before the protection domain.
-    :raises VerbsError: EEXIST: the protection domain is shared already; EOPNOTSUPP: the provider does not support it.
+    :param share_key: secret that the other contexts have to know, 64 bits.
+    :returns: a tuple of the shared ID and the share, which must be destroyed before the protection domain.
+    :raises VerbsError: with EEXIST if the protection domain is already shared; with EOPNOTSUPP if the provider does not
+        support sharing.
+    :raises ClosedResourceError: the protection domain is closed.
     """
     context = pd.context
     if context.software:
@@ -389,14 +403,15 @@ def share(pd: handles.ProtectionDomain, share_key: int) -> tuple[int, Share | So
 
 
 def open_instance(context: handles.Context, shared_id: int, share_key: int) -> handles.ProtectionDomain:
-    """Open a further instance of a shared protection domain: see `Device.shared_protection_domain`.
+    """Open another instance of a shared protection domain: see `Device.shared_protection_domain`.
 
     :param context: context of the domain's device.
     :param shared_id: ID of the protection domain, 96 bits.
     :param share_key: secret of the protection domain, 64 bits.
-    :returns: handle of the instance, which the caller destroys.
-    :raises VerbsError: ENOENT: nothing is shared by that ID in this context; EACCES: the key is wrong; EXDEV: the ID
-        belongs to another device; EOPNOTSUPP: the provider does not support it.
+    :returns: new handle of the instance, which the caller destroys.
+    :raises VerbsError: with ENOENT if no domain is shared under that ID in this context; with EACCES if the key is
+        wrong; with EXDEV if the ID belongs to another device; with EOPNOTSUPP if the provider does not support sharing.
+    :raises ClosedResourceError: the context is closed.
     """
     imported = _imported.get(context, {}).get(shared_id)
     if imported is not None:

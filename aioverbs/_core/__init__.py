@@ -1,7 +1,8 @@
 """The compiled core: the ABI, handles, the data path, allocators, and the software device.
 
-The software device comes first, whichever of them is wanted: `fork` takes locks in the reverse order in which they are
-watched over it, and a thread takes those of allocators before those of the device (``soft/base/lock_order.h``).
+The software device is imported first, no matter which module is wanted: `fork` takes the locks in the reverse of the
+order in which they were registered for it, and a thread takes locks of allocators before locks of the device
+(``soft/base/lock_order.h``).
 """
 
 import aioverbs._core.software.software  # noqa: F401

@@ -7,9 +7,9 @@ from cpython.unicode cimport PyUnicode_AsUTF8
 
 
 cdef inline int publish(list names, dict module) except -1:
-    """Do for the exported classes of a compiled module what `aioverbs._exports.publish` does for others.
+    """Set the module name of the exported classes of a compiled module, as `aioverbs._exports.publish` does for others.
 
-    The module of a static type stands in its ``tp_name``, and cannot be assigned in Python.
+    The module of a static type is part of its ``tp_name`` and cannot be assigned in Python.
     """
     for name in names:
         value = module[name]
@@ -19,6 +19,6 @@ cdef inline int publish(list names, dict module) except -1:
             value.__module__ = "aioverbs"
             continue
         full = f"aioverbs.{name}"
-        Py_INCREF(full)  # for ever, as is the type
+        Py_INCREF(full)  # kept forever, as is the type
         (<PyTypeObject *>value).tp_name = PyUnicode_AsUTF8(full)
     return 0

@@ -24,7 +24,7 @@ _logging_loops: weakref.WeakKeyDictionary[handles.Context, asyncio.AbstractEvent
 
 
 def _reset_lock() -> None:
-    """Replace the lock, in the child of a fork."""
+    """Replace the lock of this module. Called in the child of a fork."""
     global _lock
     _lock = threading.RLock()  # the holder of the lock does not exist in the child
 
@@ -33,11 +33,12 @@ os.register_at_fork(after_in_child=_reset_lock)
 
 
 def log_rejections(context: software.Context) -> FabricStatistics:
-    """Log rejections of a software device that were not logged yet, and return the statistics of its connections.
+    """Log the peers and frames that a software device has rejected and that were not logged yet.
 
-    The log is that of this process and device, over all contexts.
+    Each rejection is logged once for this process and device, no matter with which context this is called.
 
     :param context: context of the software device.
+    :returns: the statistics of the device's connections, from which the rejections were taken.
     :raises ClosedResourceError: the context is closed.
     """
     statistics = context.fabric()
@@ -57,10 +58,10 @@ def log_rejections(context: software.Context) -> FabricStatistics:
 
 
 def log_periodically(context: handles.Context) -> None:
-    """Have the running loop log rejections about once a second until the context is closed.
+    """Have the running event loop call `log_rejections` about once a second until the context is closed.
 
-    Do nothing for an RDMA device, for a software device without peers in other processes, without a running loop, and
-    if another loop, which is not closed, logs them already.
+    Do nothing for an RDMA device, for a software device without peers in other processes, if no event loop is running,
+    or if an event loop that is not closed is already doing this for the context.
 
     :raises ClosedResourceError: the context is closed.
     """
@@ -76,7 +77,10 @@ def log_periodically(context: handles.Context) -> None:
 
 
 def _log_and_reschedule(loop: asyncio.AbstractEventLoop, reference: weakref.ref[software.Context]) -> None:
-    """Log new rejections and call this again in a second, unless the context was closed or garbage-collected."""
+    """Log new rejections and schedule the next call of this function in a second.
+
+    Do nothing if the context was closed or garbage-collected.
+    """
     context = reference()
     if context is None or context.closed:
         return

@@ -17,22 +17,23 @@ _NAME = "soft0"
 
 
 def names() -> list[str]:
-    """Return the name of the software device that exists by default; each address makes one more device."""
+    """Return a list with the name of the only software device that exists by default; each address adds another
+    device."""
     return [_NAME]
 
 
 def open_context(name: str = _NAME, *, execution: Execution = "inline", delay_ns: int = 0) -> Context:
     """Open a software device.
 
-    :param name: ``"soft0"``: the device with the address in the environment variable AIOVERBS_SOFT_ADDRESS, or without
-        an address if that is not set; or a name with an address, such as ``"soft0@10.0.0.1:7470"``.
-    :param execution: ``"inline"`` executes a request in the call that posts it, ``"thread"`` in a thread of the device.
-    :param delay_ns: with ``"thread"`` only: minimum time from posting to execution, in nanoseconds.
+    :param name: ``"soft0"`` for the device with the address in the environment variable AIOVERBS_SOFT_ADDRESS, or
+        without an address if that is not set; or a name with an address, such as ``"soft0@10.0.0.1:7470"``.
+    :param execution: ``"inline"`` to execute a request in the call that posts it, ``"thread"`` to execute it in a
+        thread of the device.
+    :param delay_ns: minimum time from posting to execution, in nanoseconds; only with ``"thread"``.
     :returns: the open context, which the caller destroys.
     :raises DeviceNotFoundError: `name` is not that of a software device.
-    :raises ValueError: the address or an environment variable is invalid (see `SoftSettings`), or `execution` or
-        `delay_ns` is.
-    :raises VerbsError: the device cannot be opened or cannot accept connections at its address: the error says why.
+    :raises ValueError: the address, an environment variable (see `SoftSettings`), `execution` or `delay_ns` is invalid.
+    :raises VerbsError: the device cannot be opened, or cannot accept connections at its address; the error says why.
     """
     if not is_software(name):
         raise DeviceNotFoundError(name, names())
@@ -43,9 +44,10 @@ def open_context(name: str = _NAME, *, execution: Execution = "inline", delay_ns
 
 
 def gid_table(context: handles.Context, port: int) -> list[Gid]:
-    """Return the GIDs of a port with their indexes; all have the type RoCE v2.
+    """Return the GID table of a port, a list of `Gid` in the order of their indexes. All have the type RoCE v2.
 
     :raises VerbsError: the port cannot be queried.
+    :raises ClosedResourceError: the context is closed.
     """
     length = context.query_port(port).gid_tbl_len
     return [Gid(index, context.query_gid(port, index), GidType.ROCE_V2) for index in range(length)]

@@ -34,21 +34,21 @@ class SoftAddress:
             raise ValueError(f"`port` must be 1 to 65535, got {self.port}")
 
     def __str__(self) -> str:
-        """Format the address as `parse` reads it."""
+        """Return the address as text that `parse` accepts, such as ``10.0.0.1:7470`` or ``[fd00::1]:7470``."""
         return f"[{self.host}]:{self.port}" if self.host.version == 6 else f"{self.host}:{self.port}"
 
     @property
     def name(self) -> str:
-        """Name of the device with this address."""
+        """Name of the software device with this address, such as ``soft0@10.0.0.1:7470``."""
         return f"{_DEVICE}@{self}"
 
     @classmethod
     def parse(cls, text: str) -> "SoftAddress":
-        """Parse ``10.0.0.1``, ``10.0.0.1:7470``, ``[fd00::1]`` or ``[fd00::1]:7470``.
+        """Parse an address such as ``10.0.0.1``, ``10.0.0.1:7470``, ``[fd00::1]`` or ``[fd00::1]:7470``.
 
-        :param text: IP address, with a TCP port or without: then the port is 7470. Names are not resolved.
-        :returns: the address.
-        :raises ValueError: `text` is something else; the error says what to write.
+        :param text: IP address with or without a TCP port, which is 7470 by default. Names are not resolved.
+        :returns: a new `SoftAddress`.
+        :raises ValueError: `text` is not such an address, or no device can have it; the error says what to write.
         """
         if not text:
             raise ValueError(f"the address is empty: {_HINT}")
@@ -67,10 +67,10 @@ class SoftAddress:
 
 
 def _host(literal: str, text: str) -> IPv4Address | IPv6Address:
-    """Return an IP address.
+    """Parse an IP address and return it.
 
     :param literal: text of the address, without brackets.
-    :param text: text that `literal` is a part of, for the error.
+    :param text: the whole text that contains `literal`, for the error.
     :raises ValueError: `literal` is not an IP address.
     """
     try:
@@ -80,11 +80,11 @@ def _host(literal: str, text: str) -> IPv4Address | IPv6Address:
 
 
 def _port(digits: str, text: str) -> int:
-    """Return a number of at most five decimal digits, which may be out of the range of ports.
+    """Parse a port number and return it. The number may still be out of the range of ports.
 
     :param digits: text of the number.
-    :param text: text that `digits` is a part of, for the error.
-    :raises ValueError: `digits` is something else.
+    :param text: the whole text that contains `digits`, for the error.
+    :raises ValueError: `digits` does not consist of one to five decimal digits.
     """
     if not (digits.isascii() and digits.isdecimal() and len(digits) <= 5):
         raise ValueError(f"{digits!r} in {text!r} is not a port: {_HINT}")
@@ -92,7 +92,7 @@ def _port(digits: str, text: str) -> int:
 
 
 def _problem(host: IPv4Address | IPv6Address) -> str | None:
-    """Return the reason why a device cannot have an address, and the remedy; None if it can."""
+    """Return text that says why a device cannot have an IP address and what to do; None if it can."""
     if host.is_link_local or (isinstance(host, IPv6Address) and host.scope_id is not None):
         return "it is valid on one link only: give an address that other hosts can reach"
     if isinstance(host, IPv4Address):
@@ -103,12 +103,12 @@ def _problem(host: IPv4Address | IPv6Address) -> str | None:
 
 
 def is_software(name: str) -> bool:
-    """Return whether a name is that of a software device, with a valid address or not."""
+    """Return whether a name is that of a software device. The address in it, if there is one, need not be valid."""
     return name.partition("@")[0] == _DEVICE
 
 
 def parse_name(name: str) -> SoftAddress | None:
-    """Return the address in the name of a software device; None if the name has no address.
+    """Return the `SoftAddress` in the name of a software device; None if the name contains no address.
 
     :raises ValueError: the name or the address is invalid; the error says what to write.
     """

@@ -27,11 +27,11 @@ class SoftSettings:
     :param directory: AIOVERBS_SOFT_DIRECTORY, directory in which devices of this host find each other. By default a
         private directory of the user, in XDG_RUNTIME_DIR or else in /tmp. With `users`, a directory that several users
         can write to needs the sticky bit. XRC domains of inodes are shared by the processes with the same directory.
-    :param address: AIOVERBS_SOFT_ADDRESS, address of the device with the name ``"soft0"``; None: the device has none.
+    :param address: AIOVERBS_SOFT_ADDRESS, address of the device with the name ``"soft0"``; None if it has no address.
     :param users: AIOVERBS_SOFT_USERS, IDs of the users whose processes are accepted as peers, in addition to this user.
-    :param secret: AIOVERBS_SOFT_SECRET, secret that a peer must know; empty: none. Not part of the repr. Use 32 random
-        bytes: a peer that accepts a connection can try secrets against the messages that it receives, and would find a
-        word.
+    :param secret: AIOVERBS_SOFT_SECRET, secret that a peer must know; empty if there is none. Not part of the repr. Use
+        32 random bytes: a peer that accepts a connection can try secrets against the messages that it receives, and
+        would find a word.
     :param direct: AIOVERBS_SOFT_DIRECT, whether data may be copied directly between the memory of two processes.
     :param spin_us: AIOVERBS_SOFT_SPIN, time that the thread serving peers polls before it sleeps, in microseconds.
     """
@@ -47,10 +47,10 @@ class SoftSettings:
     def read(cls, environment: Mapping[str, str], user: int) -> "SoftSettings":
         """Read the settings from environment variables. An empty variable counts as not set.
 
-        :param environment: environment variables.
+        :param environment: the environment variables, by name.
         :param user: ID of the effective user of this process.
         :returns: the settings, with defaults for variables that are not set.
-        :raises ValueError: a variable is invalid; the error says which, and what to write.
+        :raises ValueError: a variable is invalid; the error says which one and what to write.
         """
         private = _parse(environment, "XDG_RUNTIME_DIR", _runtime_directory, b"/tmp/aioverbs-%d" % user)
         settings = cls(
@@ -70,9 +70,10 @@ class SoftSettings:
 
 
 def _parse(environment: Mapping[str, str], name: str, parse: Callable[[str], T], default: U) -> T | U:
-    """Return the parsed value of an environment variable; `default` if the variable is not set or empty.
+    """Return the value of the environment variable `name`, converted by the function `parse`; `default` if the variable
+    is not set or is empty.
 
-    :raises ValueError: `parse` raised ValueError; the error begins with the name of the variable.
+    :raises ValueError: `parse` raised ValueError; the new error begins with the name of the variable.
     """
     text = environment.get(name)
     try:
@@ -82,9 +83,9 @@ def _parse(environment: Mapping[str, str], name: str, parse: Callable[[str], T],
 
 
 def _directory(text: str) -> bytes:
-    """Return the path of a directory, as bytes; the directory need not exist.
+    """Check the path of a directory and return it as bytes. The directory need not exist.
 
-    :raises ValueError: the path is relative or too long.
+    :raises ValueError: the path is relative, or is longer than 74 bytes.
     """
     path = os.fsencode(text)
     if not path.startswith(b"/"):
@@ -95,9 +96,9 @@ def _directory(text: str) -> bytes:
 
 
 def _runtime_directory(text: str) -> bytes:
-    """Return the path of the folder ``aioverbs`` in the directory `text`.
+    """Return the path of the subdirectory ``aioverbs`` of the directory `text`, as bytes. It need not exist.
 
-    :raises ValueError: the path is relative or too long.
+    :raises ValueError: the path is relative, or is longer than 74 bytes.
     """
     try:
         return _directory(f"{text.rstrip('/')}/aioverbs")
@@ -106,7 +107,7 @@ def _runtime_directory(text: str) -> bytes:
 
 
 def _users(text: str) -> tuple[int, ...]:
-    """Return user IDs, which `text` separates by commas.
+    """Parse user IDs separated by commas, such as ``1000,1001``, and return them.
 
     :raises ValueError: one of them is not a user ID, or there are more than 64.
     """
@@ -117,12 +118,12 @@ def _users(text: str) -> tuple[int, ...]:
 
 
 def _number(text: str, most: int, what: str) -> int:
-    """Return a decimal number; spaces around it are ignored.
+    """Parse a decimal number and return it. Spaces around the number are ignored.
 
     :param text: text of the number.
-    :param most: maximum.
-    :param what: name of the number, for the error.
-    :raises ValueError: `text` is not a number of 0 to `most`.
+    :param most: largest allowed number.
+    :param what: what the number means, such as "a user ID", for the error.
+    :raises ValueError: `text` is not a number from 0 to `most`.
     """
     digits = text.strip()
     if not (digits.isascii() and digits.isdecimal()) or len(digits) > 10 or int(digits) > most:
@@ -131,9 +132,9 @@ def _number(text: str, most: int, what: str) -> int:
 
 
 def _secret(text: str) -> bytes:
-    """Return a secret, as bytes.
+    """Return the secret `text` as bytes.
 
-    :raises ValueError: the secret has more than 256 bytes; the error does not contain it.
+    :raises ValueError: the secret is longer than 256 bytes; the error does not contain it.
     """
     secret = os.fsencode(text)
     if len(secret) > MAX_SECRET:  # the message must not reveal the secret
@@ -142,9 +143,9 @@ def _secret(text: str) -> bytes:
 
 
 def _direct(text: str) -> bool:
-    """Return True for ``1`` and False for ``0``.
+    """Return True if `text` is ``1`` and False if it is ``0``.
 
-    :raises ValueError: `text` is something else.
+    :raises ValueError: `text` is neither of them.
     """
     if text not in ("0", "1"):
         raise ValueError(f"write 1 for yes or 0 for no, got {text!r}")
@@ -152,8 +153,8 @@ def _direct(text: str) -> bool:
 
 
 def _spin(text: str) -> int:
-    """Return a polling time, in microseconds.
+    """Parse a polling time in microseconds and return it.
 
-    :raises ValueError: `text` is not a number of 0 to 1,000,000.
+    :raises ValueError: `text` is not a number from 0 to 1,000,000.
     """
     return _number(text, MAX_SPIN_US, "a time in microseconds")

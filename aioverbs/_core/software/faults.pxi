@@ -69,7 +69,6 @@ cdef class FaultPlan:
         :param error: error number, 1..4095.
         :param first: number of the first call that fails, from 1.
         :param every: 1 to fail every call from the first onwards, 2 to fail every second one, and so on.
-            on.
         :param times: number of failing calls; 0 for no limit.
         """
         cdef s.soft_strike strike = _strike(first, every, times)
@@ -133,7 +132,6 @@ cdef class FaultPlan:
             LOC_LEN_ERR.
         :param first: number of the first request that fails, from 1.
         :param every: 1 to fail every request from the first onwards, 2 to fail every second one, and so on.
-            so on.
         :param times: number of failing requests; 0 for no limit.
         :param vendor_err: vendor error code of the completions.
         """
@@ -158,7 +156,6 @@ cdef class FaultPlan:
         :param qp: the sending queue pair; None for all.
         :param first: number of the first transmission that is lost, from 1.
         :param every: 1 to lose every transmission from the first onwards, 2 to lose every second one, and so on.
-            one, and so on.
         :param times: number of lost transmissions; 0 for no limit.
         """
         cdef s.soft_strike strike = _strike(first, every, times)
@@ -214,7 +211,6 @@ cdef class FaultPlan:
         :param peer: GID of the peer's device, 16 bytes; None for all.
         :param first: number of the first frame that is affected, from 1.
         :param every: 1 to affect every frame from the first onwards, 2 to affect every second one, and so on.
-            so on.
         :param times: number of affected frames; 0 for no limit.
         """
         _add_frame_rule(self, s.SOFT_DROP, kind, qp, peer, 0, _strike(first, every, times))

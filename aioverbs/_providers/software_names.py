@@ -24,9 +24,9 @@ class SoftAddress:
     port: int = DEFAULT_PORT
 
     def __post_init__(self) -> None:
-        """Check the address.
+        """Check that a device can have the address.
 
-        :raises ValueError: no device can have this address.
+        :raises ValueError: no device can have it; the error says why.
         """
         if problem := _problem(self.host):
             raise ValueError(f"{self.host} cannot be a software device's address: {problem}")

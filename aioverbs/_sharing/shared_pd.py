@@ -201,7 +201,7 @@ _sharing = threading.Lock()  # a protection domain is shared at most once
 
 
 def _renew_lock() -> None:
-    """Replace the lock of this module (`_sharing`). Called in the child of a fork."""
+    """Replace the module's lock `_sharing`. Called in the child of a fork."""
     global _sharing
     _sharing = threading.Lock()  # a thread that held the old lock does not exist in the child
 
@@ -252,7 +252,7 @@ class Share:
         """Append the file descriptors that another process needs to a list. The caller closes them.
 
         :param context: context of the domain's device.
-        :param descriptors: list to which two new descriptors are appended: one for the context's commands and one of
+        :param descriptors: list to which two new descriptors are appended: one for the context's commands and one for
             the file that instances lock.
         :raises VerbsError: with ENOENT if the share was destroyed. The first descriptor may already be in the list.
         :raises ClosedResourceError: the context is closed.

@@ -229,8 +229,8 @@ cdef class NativeAllocator:
             raise ValueError(f"{address:#x} is no piece of {self!r}: it never was, or was freed")
 
     def statistics(self):
-        """Return a new `AllocatorStatistics`: the number of pieces that are allocated now, and the memory that they
-        take in bytes."""
+        """Return a new `AllocatorStatistics`: the number of pieces that are allocated now, and the number of bytes that
+        they take."""
         cdef alloc_source *source = _source_of(self)
         cdef alloc_counts counts
         with nogil:

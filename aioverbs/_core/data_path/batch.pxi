@@ -160,7 +160,7 @@ cdef class Batch(SendVerbs):
         return 0
 
     async def __aenter__(self):
-        """Return the batch."""
+        """Return this batch."""
         return self
 
     async def __aexit__(self, kind, error, traceback):

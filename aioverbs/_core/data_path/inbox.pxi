@@ -306,7 +306,7 @@ cdef class Message(Received):
         self.local = None
 
     def __enter__(self):
-        """Return the message."""
+        """Return this message."""
         return self
 
     def __exit__(self, kind, error, traceback):

@@ -54,7 +54,8 @@ cdef class CompletionChannel(Handle):
         self.context._leave()
 
     def fileno(self):
-        """Return the file descriptor, which is readable while an event waits. The channel owns it: do not close it.
+        """Return the channel's file descriptor, which is readable while an event is waiting. The caller must not close
+        it.
 
         :raises ClosedResourceError: the channel is closed.
         """

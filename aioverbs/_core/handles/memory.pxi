@@ -52,7 +52,7 @@ cdef class ProtectionDomain(Handle):
 
     @property
     def handle(self):
-        """Number of the domain in the kernel, an int, for `import_pd`.
+        """Number that identifies the domain in the kernel, an int, for `import_pd`.
 
         :raises ClosedResourceError: the domain is closed.
         """

@@ -531,9 +531,11 @@ cdef class Identifier(Handle):
         self._finish(failed, error, "rdma_connect")
 
     def establish(self):
-        """Confirm to the peer, which has accepted, that the queue pair is ready: ``rdma_establish``.
+        """Confirm to the peer, which has accepted the connection, that the local queue pair is ready:
+        ``rdma_establish``.
 
-        :raises VerbsError: ``rdma_establish`` failed.
+        :raises VerbsError: ``rdma_establish`` failed; with EINVAL if no address was resolved, with EOPNOTSUPP for an
+            iWARP device.
         """
         cdef int failed, error
         self._use_bound("rdma_establish")
@@ -583,9 +585,10 @@ cdef class Identifier(Handle):
         self._finish(failed, error, "rdma_reject")
 
     def disconnect(self):
-        """End the connection, or confirm that the peer ended it: ``rdma_disconnect``.
+        """End the connection, or confirm that the peer has ended it: ``rdma_disconnect``.
 
-        :raises VerbsError: ``rdma_disconnect`` failed.
+        :raises VerbsError: ``rdma_disconnect`` failed; with EINVAL if no address was resolved, with EOPNOTSUPP for an
+            iWARP device.
         """
         cdef int failed, error
         self._use_bound("rdma_disconnect")

@@ -181,7 +181,7 @@ cdef class ImportedRegion(MemoryRegion):
 
     @property
     def here(self):
-        """Address of the first byte in this process, an int.
+        """Address, in this process, of the first byte of the region, an int.
 
         :raises ClosedResourceError: the region is closed.
         """

@@ -221,7 +221,7 @@ def _check(sock: socket.socket) -> None:
     """
     running_loop()
     if sock.family != socket.AF_UNIX or sock.type != socket.SOCK_STREAM:
-        raise ValueError("descriptors need a Unix stream socket: make one by socket.socket(socket.AF_UNIX)")
+        raise ValueError("descriptors need a Unix stream socket: make one with socket.socket(socket.AF_UNIX)")
     if sock.gettimeout() != 0:
         raise ValueError("the socket would block the event loop: call its setblocking(False)")
 

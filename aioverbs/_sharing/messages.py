@@ -61,9 +61,9 @@ def _parse_head(data: bytes, size: int, kind: str) -> int:
         raise VerbsError("ibv_share_pd", errno.EPROTO, f"a {kind} has {size} bytes, not {len(data)}")
     magic, version, status = _HEAD.unpack_from(data)
     if magic != _MAGIC:
-        raise VerbsError("ibv_share_pd", errno.EPROTO, f"the peer sent data that is no {kind} of this protocol")
+        raise VerbsError("ibv_share_pd", errno.EPROTO, f"the peer sent data that is not a {kind} of this protocol")
     if version != _VERSION:
-        advice = f"the peer shares protection domains by version {version}, this is {_VERSION}: use the same aioverbs"
+        advice = f"the peer speaks version {version} of the protocol, not {_VERSION}: use the same version of aioverbs"
         raise VerbsError("ibv_share_pd", errno.EPROTONOSUPPORT, advice)
     assert isinstance(status, int)
     return status

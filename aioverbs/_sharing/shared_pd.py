@@ -37,9 +37,9 @@ __all__ = [
 
 _ADVICE = {
     errno.ENOMEM: "memory ran out, or the address space is too small for the machine's memory: check `ulimit -v`",
-    errno.EMFILE: "this process has too many files open, or 240 processes have the domain already",
+    errno.EMFILE: "this process has too many files open, or 240 processes already have the domain",
     errno.EACCES: "the share key is wrong",
-    errno.ENOENT: "nothing is shared by that id: its last instance was closed, or the id is wrong",
+    errno.ENOENT: "nothing is shared under that id: its last instance was closed, or the id is wrong",
 }
 
 
@@ -425,7 +425,7 @@ def open_instance(context: handles.Context, shared_id: int, share_key: int) -> h
     known = _shares.get(context, {}).get(number)
     if known is None:
         _check_import(context)
-        advice = "this context did not import the domain: make one that did by import_device()"
+        advice = "this context did not import the domain: make one that did with import_device()"
         raise share_error(errno.ENOENT, advice)
     _check_key(known.share_key, share_key)
     lease = known.join()

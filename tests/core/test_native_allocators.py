@@ -60,10 +60,10 @@ def test_each_kind_refuses_invalid_arguments(make: Callable[[], NativeAllocator]
     address = allocator.allocate(4096, 64)
     assert isinstance(address, int)
     for wrong in (0, 1, address + 1, address + 64, address + (1 << 40)):
-        with pytest.raises(ValueError, match=rf"{wrong:#x} is no piece of <aioverbs.*: it never was, or was freed"):
+        with pytest.raises(ValueError, match=rf"{wrong:#x} is not a piece of <aioverbs.*: it was never allocated"):
             allocator.free(wrong)
     allocator.free(address)
-    with pytest.raises(ValueError, match="is no piece of"):
+    with pytest.raises(ValueError, match="is not a piece of"):
         allocator.free(address)
 
 
@@ -105,7 +105,7 @@ def test_the_default_allocator() -> None:
     assert allocator.allocate(8, 8) is USE_DEFAULT
     assert ArenaAllocator(allocator).allocate(8, 8) is USE_DEFAULT
     assert repr(USE_DEFAULT) == "USE_DEFAULT"
-    with pytest.raises(ValueError, match="is no piece of"):
+    with pytest.raises(ValueError, match="is not a piece of"):
         allocator.free(4096)
 
 

@@ -277,7 +277,7 @@ def test_answers_of_an_allocator_in_python() -> None:
         allocator.allocate(8, 8, RECORD)
     usage = allocator.usage()[ResourceKind.decode(RECORD)]
     assert (usage.pieces, usage.allocations, usage.defaults, usage.failures) == (1, 1, 1, 4)
-    with pytest.raises(ValueError, match="0x2000 is no piece of"):
+    with pytest.raises(ValueError, match="0x2000 is not a piece of"):
         allocator.free(8192, RECORD)
     assert inner.freed == []
     allocator.free(4096, RECORD)

@@ -178,7 +178,7 @@ async def test_memory_of_another_protection_domain_is_refused(device: Device) ->
             lambda: pair.near.send([pair.source[:8], region[:8]]),
             lambda: pair.far.receive(region),
         ):
-            with pytest.raises(ValueError, match="belongs to another protection domain than"):
+            with pytest.raises(ValueError, match="belongs to a different protection domain than"):
                 call()
         assert len(region.pins) == 0
         assert pair.is_idle()

@@ -192,7 +192,7 @@ async def test_a_second_waiter_for_messages_is_refused(device: Device) -> None:
     async with ends(device) as pair, MessageReceiver(pair) as receiver:
         task = asyncio.ensure_future(anext(receiver.qp.messages()))
         await asyncio.sleep(0)
-        with pytest.raises(RuntimeError, match="another task waits for the next message"):
+        with pytest.raises(RuntimeError, match="another task is waiting for the next message"):
             await anext(receiver.qp.messages())
         await receiver.send(b"x")
         (await task).release()

@@ -138,14 +138,14 @@ async def test_objects_of_other_contexts_are_refused(device: Device) -> None:
             mr = MR(first, 64, REMOTE)
             for pd in (device.adopt_protection_domain(second), device.protection_domain()):
                 async with pd:
-                    with pytest.raises(ValueError, match="belongs to another protection domain than"):
+                    with pytest.raises(ValueError, match="belongs to a different protection domain than"):
                         await pd.adopt_memory_region(mr, REMOTE).open()
-            with pytest.raises(ValueError, match="belongs to another context than"):
+            with pytest.raises(ValueError, match="belongs to a different context than"):
                 await device.adopt_protection_domain(third).open()
             # Handles of different contexts can have the same number.
             async with another.adopt_protection_domain(third) as pd:
                 assert third.handle in (first.handle, second.handle, third.handle)
-                with pytest.raises(ValueError, match="belongs to another protection domain than"):
+                with pytest.raises(ValueError, match="belongs to a different protection domain than"):
                     await pd.adopt_memory_region(mr, REMOTE).open()
 
 

@@ -133,9 +133,9 @@ async def test_a_queue_of_a_closed_loop_refuses_work(device: Device) -> None:
         cq = pd.completion_queue(64)
         await asyncio.to_thread(asyncio.run, cq.open())
         async with connected(pd, cq) as (near, _):
-            with pytest.raises(BrokenResourceError, match="no loop watches it any more"):
+            with pytest.raises(BrokenResourceError, match="no loop watches it any longer"):
                 await near.write(region, region.remote())
-            with pytest.raises(BrokenResourceError, match="no loop watches it any more"):
+            with pytest.raises(BrokenResourceError, match="no loop watches it any longer"):
                 await near.receive(region)
             assert len(region.pins) == 0
         await cq.aclose()
@@ -151,7 +151,7 @@ async def test_work_posted_before_its_loop_closed_is_polled_but_not_awaited(devi
             hold(device, near)
             first, second = (near.write(region[:8], region.remote()[8:16]) for _ in range(2))
             loop.close()
-            with pytest.raises(BrokenResourceError, match="no loop watches it any more"):
+            with pytest.raises(BrokenResourceError, match="no loop watches it any longer"):
                 await first
             unhold(device, near)
             await asyncio.to_thread(wait_until, second.done)
@@ -168,7 +168,7 @@ async def test_a_queue_that_failed_to_close_refuses_work(device: Device) -> None
         with pytest.raises(VerbsError, match="EIO"):
             await cq.aclose()
         async with connected(pd, cq) as (near, _), asyncio.timeout(patience(5)):
-            with pytest.raises(BrokenResourceError, match="no loop watches it any more"):
+            with pytest.raises(BrokenResourceError, match="no loop watches it any longer"):
                 await near.write(region, region.remote())
         await cq.aclose()
 

@@ -155,7 +155,7 @@ async def test_an_exchange(ends: Ends, stand_in: StandIn, shared: Share) -> None
     ("shared_id", "key", "error", "pattern"),
     [
         (ID, KEY ^ 1, errno.EACCES, "the share key is wrong"),
-        (ID ^ 1, KEY, errno.ENOENT, "nothing is shared by that id"),
+        (ID ^ 1, KEY, errno.ENOENT, "nothing is shared under that id"),
         (
             ID ^ 1 << 32,
             KEY,
@@ -391,7 +391,7 @@ async def test_a_peer_of_another_version_is_refused(ends: Ends, stand_in: StandI
     request = bytearray(Request.make(ID, KEY, bytes(16)).pack())
     request[9] = 2
     far.send(request)
-    with pytest.raises(VerbsError, match=r"EPROTONOSUPPORT .*version 2, this is 1"):
+    with pytest.raises(VerbsError, match=r"EPROTONOSUPPORT .*version 2 of the protocol, not 1:"):
         await answer(near, stand_in.context, shared)
     assert Reply.parse(far.recv(Reply.SIZE)).status == errno.EPROTONOSUPPORT
 
@@ -725,7 +725,7 @@ async def test_errors_of_the_software_device(device: Device, ends: Ends) -> None
     async with device.protection_domain() as pd, pd.share(KEY) as shared:
         for shared_id, key, error, pattern in (
             (shared.id, KEY ^ 1, errno.EACCES, "the share key is wrong"),
-            (shared.id ^ 1 << 20, KEY, errno.ENOENT, "nothing is shared by that id"),
+            (shared.id ^ 1 << 20, KEY, errno.ENOENT, "nothing is shared under that id"),
             (shared.id ^ 1 << 40, KEY, errno.EXDEV, "and soft0 is another one"),
         ):
             with pytest.raises(VerbsError, match=pattern) as caught:

@@ -276,10 +276,10 @@ class TestAdopting:
 
         with pyverbs.device.Context(name=name) as another, PD(another) as other:
             async with Device.from_pyverbs(context) as device, device.protection_domain() as pd:
-                with pytest.raises(ValueError, match="belongs to another context than"):
+                with pytest.raises(ValueError, match="belongs to a different context than"):
                     await device.adopt_protection_domain(other).open()
                 mr = MR(other, 64, REMOTE)
-                with pytest.raises(ValueError, match="belongs to another protection domain than"):
+                with pytest.raises(ValueError, match="belongs to a different protection domain than"):
                     await pd.adopt_memory_region(mr, REMOTE).open()
                 mr.close()
                 with pytest.raises(ValueError, match="the pyverbs memory region is closed"):

@@ -226,7 +226,7 @@ async def test_wrong_key_id_or_device(name: str, shim: Imports, ends: tuple[sock
         with pytest.raises(VerbsError, match="EEXIST"):
             await pd.share(KEY).open()
         async with open_device(name) as stranger:
-            with pytest.raises(VerbsError, match=r"ENOENT .*make one that did by import_device"):
+            with pytest.raises(VerbsError, match=r"ENOENT .*make one that did with import_device"):
                 await stranger.shared_protection_domain(shared.id, KEY).open()
 
 

@@ -226,7 +226,7 @@ cdef class NativeAllocator:
         with nogil:
             error = alloc_return(source, <void *>number, resource_type)
         if error:
-            raise ValueError(f"{address:#x} is no piece of {self!r}: it never was, or was freed")
+            raise ValueError(f"{address:#x} is not a piece of {self!r}: it was never allocated, or was freed")
 
     def statistics(self):
         """Return a new `AllocatorStatistics`: the number of pieces that are allocated now, and the number of bytes that

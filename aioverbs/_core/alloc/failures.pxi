@@ -41,8 +41,8 @@ def _huge_pages_error_text(error, size, page_size):
     of_boot = f"{page_size >> 20}M" if page_size >= 1 << 20 else f"{page_size >> 10}K"
     return (
         f"{count} huge page{'s' if count > 1 else ''} of {_format_bytes(page_size)} cannot be allocated: "
-        f"root configures them by `echo NUMBER > {where}`, "
-        f"or as the kernel boots by `hugepagesz={of_boot} hugepages=NUMBER`"
+        f"root configures them with `echo NUMBER > {where}`, "
+        f"or at boot with `hugepagesz={of_boot} hugepages=NUMBER`"
     )
 
 

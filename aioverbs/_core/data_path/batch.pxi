@@ -32,7 +32,7 @@ cdef class Batch(SendVerbs):
         cdef QpWorkState requests = _requests_of(queue_pair, &within)
         if requests is None:
             raise ClosedResourceError(
-                f"{queue_pair!r} is not open: open it by `async with`; after closing, make a new one"
+                f"{queue_pair!r} is not open: open it with `async with`; after closing, make a new one"
             )
         self._requests = requests
         self._pin_at_post = True
@@ -68,7 +68,7 @@ cdef class Batch(SendVerbs):
         if self.operation is not None:
             raise RuntimeError(f"{self!r} was posted before: create a new batch")
         if self.count == SLOTS_ELEMENTS:
-            raise ValueError(f"a batch takes at most {SLOTS_ELEMENTS} requests: post it, and start another one")
+            raise ValueError(f"a batch takes at most {SLOTS_ELEMENTS} requests: post it and start another one")
         larger = request_grow(self.requests, self.count, capacity)
         if larger == NULL:
             raise MemoryError

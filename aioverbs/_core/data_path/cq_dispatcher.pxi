@@ -500,7 +500,7 @@ cdef class CqDispatcher:
     def broken_error(self):
         """Return the error to be raised when the failed queue is used: a `BrokenResourceError`, or a
         `DeviceRemovedError` if the device is lost. Its ``__cause__`` is the error that broke the queue."""
-        return _broken(f"{self.handle!r} is broken: {self.error or 'no loop watches it any more'}", self.error)
+        return _broken(f"{self.handle!r} is broken: {self.error or 'no loop watches it any longer'}", self.error)
 
     @property
     def watched(self):

@@ -75,7 +75,7 @@ cdef class Inbox:
             _check_owner(self.queue.handle)
         self._drop_abandoned()
         if self.pending_next is not None:
-            raise RuntimeError("another task waits for the next message: only one task at a time may read messages")
+            raise RuntimeError("another task is waiting for the next message: only one task at a time may read")
         operation = _new(self.queue, 0, False)
         _extra(operation).inbox = self
         operation.extra.awaits_message = True

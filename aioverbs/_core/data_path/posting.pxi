@@ -457,7 +457,7 @@ cdef int _add_piece(Operation operation, request *wr, RegionSlice piece, Protect
     # example because it lacks the needed access, and ClosedResourceError if its memory is closed.
     cdef v.ibv_sge *sge
     if piece._handle.pd is not pd and not (pd._shared or piece._handle.pd._shared):
-        raise ValueError(f"{piece!r} belongs to another protection domain than {operation.queue.handle!r}")
+        raise ValueError(f"{piece!r} belongs to a different protection domain than {operation.queue.handle!r}")
     if access & ~piece._access:
         raise ValueError(
             f"the device writes to {piece.region!r}: register it with AccessFlags.LOCAL_WRITE"
@@ -495,7 +495,7 @@ cdef int _gather(Operation operation, request *wr, object local, ProtectionDomai
         if not isinstance(local, (list, tuple)):
             raise TypeError(
                 f"local memory must be a MemoryRegion, a slice of one, or a list of these, got {type(local).__name__}: "
-                "register it by ProtectionDomain.register"
+                "register it with ProtectionDomain.register"
             )
         if type(local) is not list and type(local) is not tuple:
             local = tuple(local)                # a subclass may report a length that differs from its items
@@ -536,7 +536,7 @@ cdef inline QpWorkState _begin_posting(SendVerbs sending, str verb, section *wit
     if FREE_THREADED:
         return _begin_posting_in_section(sending, verb, within)
     if sending._requests is None:
-        raise ClosedResourceError(f"{sending!r} is not open: open it by `async with`; after closing, make a new one")
+        raise ClosedResourceError(f"{sending!r} is not open: open it with `async with`; after closing, make a new one")
     sending._requests.handle._use(verb)
     return sending._requests
 
@@ -545,7 +545,7 @@ cdef QpWorkState _begin_posting_in_section(SendVerbs sending, str verb, section 
     # Do the work of `_begin_posting` in builds without a GIL.
     cdef QpWorkState requests = _requests_of(sending, within)
     if requests is None:
-        raise ClosedResourceError(f"{sending!r} is not open: open it by `async with`; after closing, make a new one")
+        raise ClosedResourceError(f"{sending!r} is not open: open it with `async with`; after closing, make a new one")
     _use_within(requests.handle, verb, within, requests._section())
     return requests
 
@@ -776,7 +776,7 @@ cdef class SendVerbs:
             wr = self._place_for(&own_wr)
             operation = _new(_send_queue_for(requests, BIND_MW), BIND_MW, self._pin_at_post)
             if piece._handle.context is not window.context:
-                raise ValueError(f"{piece!r} belongs to another context than {window!r}")
+                raise ValueError(f"{piece!r} belongs to a different context than {window!r}")
             if MW_BIND & ~piece._access:
                 raise ValueError(f"a window needs MW_BIND on {piece.region!r}: register it with AccessFlags.MW_BIND")
             _check_borrowed(piece._handle)
@@ -1202,7 +1202,7 @@ cdef class ReceiveVerbs:
         queue = self._queue             # another thread may be opening the object
         section_leave(&within)
         if queue is None:
-            raise ClosedResourceError(f"{self!r} is not open: open it by `async with`; after closing, make a new one")
+            raise ClosedResourceError(f"{self!r} is not open: open it with `async with`; after closing, make a new one")
         _use_within(queue.handle, "ibv_post_srq_recv", &within, _section(queue))
         try:
             request_begin(&own_wr)
@@ -1291,7 +1291,7 @@ cdef int _set_ud_destination(QpWorkState requests, Operation operation, request 
     if to is None:
         raise ValueError(f"{requests.handle!r} is of type UD: pass the destination of the datagram as `to`")
     if to.handle.context is not requests.handle.context:
-        raise ValueError(f"{to!r} belongs to another context than {requests.handle!r}")
+        raise ValueError(f"{to!r} belongs to a different context than {requests.handle!r}")
     operation._pin(to.pins)
     wr.send.wr.ud.ah = to.handle.pointer
     wr.send.wr.ud.remote_qpn = to.remote_qpn

@@ -475,7 +475,7 @@ cdef class WorkQueue:
         cdef int error
         try:
             if window.context is not self.handle.context:
-                raise ValueError(f"{window!r} belongs to another context than {self.handle!r}")
+                raise ValueError(f"{window!r} belongs to a different context than {self.handle!r}")
             window._enter()
             try:
                 region._enter()

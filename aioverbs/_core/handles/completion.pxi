@@ -135,7 +135,7 @@ cdef class CompletionQueue(Handle):
             raise ValueError(f"`cqe` must be at least 1, got {cqe}")
         for part in (channel, parent_domain):
             if part is not None and (<Handle>part).context is not context:
-                raise ValueError(f"{part!r} belongs to another context than {context!r}")
+                raise ValueError(f"{part!r} belongs to a different context than {context!r}")
         use_ex = extended or single_threaded or parent_domain is not None
         verb = "ibv_create_cq_ex" if use_ex else "ibv_create_cq"
         self._enter_owner(_common_owner((channel, parent_domain), affinity), verb)

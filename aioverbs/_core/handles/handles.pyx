@@ -204,7 +204,7 @@ cdef class Handle:
         # Return the error to raise for a caller that cannot enter the gate.
         if gate_holders(&self._gate) == GATE_CLOSED:
             return ClosedResourceError(f"{self!r} is closed")
-        return BusyResourceError(f"{self!r} is in a verb that another thread waits for: await its change of state")
+        return BusyResourceError(f"{self!r} is inside a verb that another thread has called: await its change of state")
 
     def __repr__(self):
         return f"<{self._name()}{' (closed)' if self.closed else ''}>"

@@ -114,7 +114,7 @@ cdef class ProtectionDomain(Handle):
             self._borrow(capsule, "ibv_pd *", owner)
             self.pointer = <ibv_pd *>self._lent_pointer
             if self.pointer.context != context.pointer:
-                raise ValueError(f"{owner!r} belongs to another context than {context!r}")
+                raise ValueError(f"{owner!r} belongs to a different context than {context!r}")
             self._opened(f"{self.pointer.handle}")
         except BaseException:
             context._leave()
@@ -201,7 +201,7 @@ cdef class MemoryRegion(Handle):
             # A parent domain of the lender has the handle number of its base, and its regions belong to the base.
             lender_pd = self.pointer.pd
             if lender_pd == NULL or lender_pd.context != pd.pointer.context or lender_pd.handle != pd.pointer.handle:
-                raise ValueError(f"{owner!r} belongs to another protection domain than {pd!r}")
+                raise ValueError(f"{owner!r} belongs to a different protection domain than {pd!r}")
             self._opened(f"lkey {self.pointer.lkey:#x}, {self.pointer.length} bytes")
         except BaseException:
             pd._leave()

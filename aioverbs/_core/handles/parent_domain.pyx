@@ -126,7 +126,7 @@ cdef class ParentDomain(ProtectionDomain):
         if isinstance(pd, ParentDomain):  # ibv_alloc_parent_domain accepts one as well
             pd = (<ParentDomain>pd).base
         if td is not None and td.context is not pd.context:
-            raise ValueError(f"{td!r} belongs to another context than {pd!r}")
+            raise ValueError(f"{td!r} belongs to a different context than {pd!r}")
         if td is not None and td.affinity is not affinity:
             if affinity is not None:
                 raise ValueError(f"{td!r} belongs to {td.affinity!r}, not to {affinity!r}")

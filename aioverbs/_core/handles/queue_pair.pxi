@@ -350,7 +350,7 @@ cdef object _check_parts(qp_type, dict parts):
     first, *others = (<Handle>part for part in parts.values() if part is not None)
     for part in others:
         if (<Handle>part).context is not (<Handle>first).context:
-            raise ValueError(f"{part!r} belongs to another context than {first!r}")
+            raise ValueError(f"{part!r} belongs to a different context than {first!r}")
     return (<Handle>first).context
 
 

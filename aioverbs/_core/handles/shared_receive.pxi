@@ -35,7 +35,7 @@ cdef class SharedReceiveQueue(Handle):
             raise ValueError("a shared receive queue for XRC takes both `xrc_domain` and `cq`, any other neither")
         for part in (xrc_domain, cq):
             if part is not None and (<Handle>part).context is not pd.context:
-                raise ValueError(f"{part!r} belongs to another context than {pd!r}")
+                raise ValueError(f"{part!r} belongs to a different context than {pd!r}")
         verb = "ibv_create_srq" if xrc_domain is None else "ibv_create_srq_ex"
         self._enter_owner(_common_owner((pd, cq), affinity), verb)
         try:

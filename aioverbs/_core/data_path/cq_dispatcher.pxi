@@ -123,8 +123,8 @@ cdef class CqDispatcher:
         return 0
 
     def _turn(self):
-        """Poll for completions and dispatch them, on the home loop. `_need_turn` schedules this at most once for each
-        turn."""
+        """Poll for completions and dispatch them, which wakes the tasks that await them. If more work may follow,
+        schedule the next call. Runs on the home loop, at most once in each of its turns."""
         cdef section within
         section_enter(&within, self._section())
         try:

@@ -234,19 +234,18 @@ static void *close_queued(void *unused)
  * the next call. */
 static void start_closing(void)
 {
-    pthread_attr_t detached;
     sigset_t all, before;
     pthread_t thread;
 
     assert_held(&lock);
-    if (closing || !(to_close.count || received_fds.count) || pthread_attr_init(&detached))
+    if (closing || !(to_close.count || received_fds.count))
         return;
-    pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED);
     sigfillset(&all); /* signals are for the user's threads */
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    closing = !pthread_create(&thread, &detached, close_queued, NULL);
+    closing = !pthread_create(&thread, NULL, close_queued, NULL);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
-    pthread_attr_destroy(&detached);
+    if (closing)
+        pthread_detach(thread);
 }
 
 /* Have the closing thread close a descriptor. Call under the lock. */
@@ -327,10 +326,7 @@ ssize_t soft_descriptors_receive(int fd, void *to, size_t size, int *memory_fd, 
     }
     if (got <= 0 || *unwanted)
         return got;
-    do
-        got = recv(fd, to, (size_t)got, MSG_DONTWAIT);
-    while (got < 0 && errno == EINTR);
-    return got;
+    return recv(fd, to, (size_t)got, MSG_DONTWAIT);
 }
 
 ssize_t soft_descriptors_receive_discarding(int fd, void *to, size_t size, bool *unwanted)

@@ -165,7 +165,6 @@ static int fabric_start(struct soft_fabric *fabric)
     }
     fabric->running = true;
     atomic_store_explicit(&fabric->active, true, memory_order_release);
-    soft_fabric_wake(fabric); /* connections may have been requested before the thread existed */
     return 0;
 }
 

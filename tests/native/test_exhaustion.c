@@ -137,10 +137,11 @@ static void open_without_mutexes(void *unused)
     CHECK(at > 5); /* the device has more than five mutexes */
     until_no_mutex = -1;
     CHECK_EQ(soft_close_device(context), 0);
+    CHECK_EQ(open_descriptors(), before + 1);
 }
 
-/* A device that cannot be created keeps no descriptor. A created device stays in the process, with one descriptor, so
- * the case runs in a child process, which has no device yet. */
+/* A device that cannot be created keeps no descriptor, and neither does a closed context. A created device stays in the
+ * process, with one descriptor, so the case runs in a child process, which has no device yet. */
 static void no_mutexes(void)
 {
     in_child(open_without_mutexes, NULL);
@@ -447,6 +448,10 @@ static void *come_in(void *argument)
     CHECK_EQ(post_receive(&pair->a, 1, 8), ENOMEM);
     until_failure = 0;
     CHECK_EQ(qp_to(pair->a.qp, IBV_QPS_SQD), ENOMEM);
+    until_failure = 0;
+    CHECK_EQ(soft_break_qp(pair->a.qp), ENOMEM);
+    until_failure = 0;
+    CHECK_EQ(soft_lose(pair->own.context), ENOMEM);
     CHECK_EQ(until_failure, -1); /* each of them asked for memory */
     CHECK_EQ(post_write(&pair->a, &pair->b, 2, 8), 0);
     EXPECT(pair->a.send_cq, 2, IBV_WC_SUCCESS);

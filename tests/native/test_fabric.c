@@ -5,6 +5,7 @@
 #include "support_threads.h"
 
 #include <dirent.h>
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
@@ -678,8 +679,14 @@ static struct {
     atomic_bool held;     /* another thread holds the lock of links */
 } halting;
 
+static atomic_bool unwatchable; /* the next descriptor to be watched cannot be */
+
 int epoll_ctl(int epoll, int operation, int fd, struct epoll_event *event)
 {
+    if (operation == EPOLL_CTL_ADD && atomic_exchange(&unwatchable, false)) {
+        errno = ENOSPC;
+        return -1;
+    }
     if (operation == EPOLL_CTL_DEL && atomic_exchange(&halting.expected, false)) {
         atomic_store(&halting.started, true);
         EVENTUALLY(atomic_load(&halting.held));
@@ -813,10 +820,76 @@ static void a_socket_that_cannot_be_watched_is_refused(void)
     close_both();
 }
 
+static void a_peer_that_cannot_be_watched_is_refused(void)
+{
+    int fd;
+
+    open_both();
+    atomic_store(&unwatchable, true);
+    fd = raw_connect(b);
+    CHECK(raw_is_closed(fd));
+    close(fd);
+    EVENTUALLY(stats_of(b).refused_peers == 1);
+    CHECK(last_reason_is(b, "no memory for another peer"));
+    CHECK_EQ(stats_of(b).streams, 0);
+    fd = raw_open(b);
+    EVENTUALLY(stats_of(b).accepted == 1);
+    close(fd);
+    EVENTUALLY(!stats_of(b).streams);
+    close_both();
+}
+
+static atomic_int accept_error; /* errno with which accepting fails, or 0 */
+static atomic_uint failed_accepts;
+
+int accept4(int listener, struct sockaddr *address, socklen_t *size, int flags)
+{
+    int error = atomic_load(&accept_error), (*real)(int, struct sockaddr *, socklen_t *, int);
+
+    if (!error) {
+        *(void **)&real = dlsym(RTLD_NEXT, "accept4"); /* no system call: ThreadSanitizer is to see it, too */
+        return real(listener, address, size, flags);
+    }
+    atomic_fetch_add(&failed_accepts, 1);
+    errno = error;
+    return -1;
+}
+
+/* While the process or the host has nothing left for another connection, it waits; the thread tries again at times, and
+ * not all the time. */
+static void connections_wait_for_descriptors(void)
+{
+    static const int errors[] = {EMFILE, ENFILE, ENOMEM, ENOBUFS};
+    size_t i;
+
+    open_both();
+    for (i = 0; i < COUNT_OF(errors); i++) {
+        struct soft_fabric *fabric = b->device.fabric;
+        uint64_t before = stats_of(b).refused_peers;
+        int fd;
+
+        atomic_store(&failed_accepts, 0);
+        atomic_store(&accept_error, errors[i]);
+        fd = raw_connect(b);
+        EVENTUALLY(stats_of(b).refused_peers > before);
+        CHECK(last_reason_is(b, "no descriptors are left"));
+        sleep_us(10000);
+        CHECK(failed_accepts <= 5); /* the first, and one in each sweep that was due */
+        atomic_store(&accept_error, 0);
+        atomic_store(&fabric->sweep_at, 0); /* otherwise up to a second passes until it tries again */
+        soft_fabric_wake(fabric);
+        EVENTUALLY(stats_of(b).streams == 1);
+        close(fd);
+        EVENTUALLY(!stats_of(b).streams);
+    }
+    close_both();
+}
+
 CHECK_MAIN_ONCE(CASE(polling_leaves_the_stop_request_to_the_thread), CASE(polling_reports_whether_anything_came),
-                CASE(a_socket_that_cannot_be_watched_is_refused), CASE(frames_go_both_ways),
-                CASE(requests_in_both_directions), CASE(a_peer_may_come_later), CASE(a_peer_may_go_and_come_back),
-                CASE(a_cancelled_waiter_is_not_kicked), CASE(sending_waits_for_a_peer_that_does_not_read),
+                CASE(a_socket_that_cannot_be_watched_is_refused), CASE(a_peer_that_cannot_be_watched_is_refused),
+                CASE(connections_wait_for_descriptors), CASE(frames_go_both_ways), CASE(requests_in_both_directions),
+                CASE(a_peer_may_come_later), CASE(a_peer_may_go_and_come_back), CASE(a_cancelled_waiter_is_not_kicked),
+                CASE(sending_waits_for_a_peer_that_does_not_read),
                 CASE(a_peer_that_does_not_take_answers_is_not_served), CASE(a_peer_exits_while_senders_wait),
                 CASE(large_messages_take_turns), CASE(small_messages_take_turns), CASE(very_many_senders_take_turns),
                 CASE(peers_take_turns), CASE(threads_send_over_one_link), CASE(polling_threads_read),

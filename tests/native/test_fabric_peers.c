@@ -7,7 +7,9 @@
 #include <fcntl.h>
 #include <netinet/in.h>
 #include <poll.h>
+#include <stdarg.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
@@ -971,6 +973,133 @@ static void a_peer_that_cannot_write(void)
     CHECK_EQ(rmdir(directory()), 0);
 }
 
+/* ---- What the host provides --------------------------------------------------------------------------------- */
+
+static atomic_int random_left = -1; /* calls of getentropy() before all fail; -1: none fails */
+
+int getentropy(void *to, size_t size)
+{
+    int left = atomic_load(&random_left);
+
+    if (left > 0)
+        atomic_store(&random_left, left - 1);
+    if (left)
+        return syscall(SYS_getrandom, to, size, 0) == (long)size ? 0 : -1;
+    errno = ENOSYS;
+    return -1;
+}
+
+/* Without random numbers there is no handshake: others could guess the nonces. */
+static void a_host_without_random_numbers(void)
+{
+    uint8_t hello[SOFT_HELLO_SIZE];
+    struct sender sender;
+    struct node *other;
+    int fd;
+
+    open_all();
+    other = node_open();
+    listen_by_hand(other, &entry);
+    atomic_store(&random_left, 0);
+    fd = raw_connect(b);
+    raw_hello(fd, b, hello);
+    expect_refused(fd, "no random numbers", 1, 0, HERE);
+    sender_open(&sender, a, &other->device.gids[0], 6);
+    sender_want(&sender, IBV_WR_SEND, 1, 0);
+    EVENTUALLY(stats_of(a).failed_connects == 1);
+    fd = accept(entry.fd, NULL, NULL);
+    REQUIRE(fd >= 0);
+    CHECK_EQ(read(fd, hello, 1), 0);
+    close(fd);
+    atomic_store(&random_left, -1);
+    sender_close(&sender);
+    soft_directory_unregister(&entry);
+    node_close(other);
+    close_all();
+}
+
+/* If only the read cache lacks a random number, peers are served without it. */
+static void a_read_cache_without_random_numbers(void)
+{
+    struct soft_fabric *fabric;
+    int i;
+
+    for (i = 0; i < 2; i++) {
+        atomic_store(&random_left, i ? 3 : 2); /* the first two are for HELLO and WELCOME */
+        open_all();
+        fabric = b->device.fabric;
+        soft_mutex_take(&fabric->progress);
+        CHECK_EQ(fabric->read_cache_fd >= 0, i);
+        CHECK_EQ(atomic_load(&fabric->read_cache_page) != NULL, i);
+        soft_mutex_give(&fabric->progress);
+        CHECK_EQ(random_left, 0);
+        atomic_store(&random_left, -1);
+        close_all();
+    }
+}
+
+static atomic_int ptrace_scope; /* digit in Yama's file of that name; 0: the file is the kernel's */
+static atomic_uint permissions;
+
+int open(const char *path, int flags, ...)
+{
+    char scope = (char)atomic_load(&ptrace_scope);
+    mode_t mode = 0;
+    va_list list;
+    int fd;
+
+    if (scope && !strcmp(path, "/proc/sys/kernel/yama/ptrace_scope")) {
+        fd = memfd_create("ptrace_scope", MFD_CLOEXEC);
+        CHECK_EQ(pwrite(fd, &scope, 1, 0), 1);
+        return fd;
+    }
+    va_start(list, flags);
+    if (flags & O_CREAT)
+        mode = va_arg(list, mode_t);
+    va_end(list);
+    return (int)syscall(SYS_openat, AT_FDCWD, path, flags, mode);
+}
+
+int prctl(int option, ...)
+{
+    unsigned long argument;
+    va_list list;
+
+    va_start(list, option);
+    argument = va_arg(list, unsigned long);
+    va_end(list);
+    if (option != PR_SET_PTRACER)
+        return (int)syscall(SYS_prctl, option, argument, 0, 0, 0);
+    CHECK(argument == PR_SET_PTRACER_ANY);
+    atomic_fetch_add(&permissions, 1);
+    return 0;
+}
+
+/* If Yama lets only ancestors read a process's memory, both sides permit it to their peers; otherwise neither asks the
+ * kernel for that. */
+static void yama_restricts_tracing(void)
+{
+    uint8_t hello[SOFT_HELLO_SIZE];
+    int scope, fd;
+
+    for (scope = '0'; scope <= '1'; scope++) {
+        atomic_store(&ptrace_scope, scope);
+        atomic_store(&permissions, 0);
+        fd = be_found(NULL, hello);
+        CHECK_EQ(permissions, scope - '0');
+        be_lost(fd);
+        atomic_store(&permissions, 0);
+        new_directory();
+        b = node_open();
+        REQUIRE_EQ(soft_fabric_listen(&b->device), 0);
+        close(raw_open(b));
+        CHECK_EQ(permissions, scope - '0');
+        node_close(b);
+        CHECK_EQ(rmdir(directory()), 0);
+    }
+    atomic_store(&ptrace_scope, 0);
+}
+
 CHECK_MAIN_ONCE(CASE(peers_that_do_not_speak_the_protocol), CASE(handshake_in_small_pieces),
                 CASE(unexpected_descriptors), CASE(descriptors_without_data), CASE(descriptors_whose_close_waits),
                 CASE(descriptors_that_find_no_room), CASE(descriptors_that_are_not_accepted),
@@ -981,4 +1110,5 @@ CHECK_MAIN_ONCE(CASE(peers_that_do_not_speak_the_protocol), CASE(handshake_in_sm
                 CASE(a_batch_ends_where_its_stream_is_refused), CASE(half_frames), CASE(reasons_are_kept),
                 CASE(secrets), CASE(the_connecting_side_proves_first), CASE(a_peer_of_another_version),
                 CASE(a_peer_that_does_not_prove), CASE(the_process_of_a_peer_has_the_first_number),
-                CASE(a_peer_that_has_not_written), CASE(a_peer_that_cannot_write))
+                CASE(a_peer_that_has_not_written), CASE(a_peer_that_cannot_write), CASE(a_host_without_random_numbers),
+                CASE(a_read_cache_without_random_numbers), CASE(yama_restricts_tracing))

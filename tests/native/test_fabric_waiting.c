@@ -468,6 +468,48 @@ static void halted_while_datagrams_wait(void)
     close_scene(&scene);
 }
 
+/* Datagrams go to the devices that they name, and a queue pair holds only the link of the last one. */
+static void datagrams_to_two_devices(void)
+{
+    struct scene scene = {0};
+    struct node *devices[2];
+    struct ibv_ah *ways[2];
+    uint64_t i, j;
+
+    open_scene(&scene, IBV_QPT_UD);
+    scene.stream = -1;
+    type_connect(scene.end.qp, &default_link, 0);
+    for (i = 0; i < 2; i++) {
+        devices[i] = node_open();
+        atomic_store(&devices[i]->deaf, true);
+        REQUIRE_EQ(soft_fabric_listen(&devices[i]->device), 0);
+        ways[i] = ah_to(&scene, &devices[i]->device.gids[0]);
+    }
+    for (i = 0; i < 4; i++) {
+        struct ibv_sge sge = span(&scene.end, 0, 8);
+        struct ibv_send_wr wr = datagram(IBV_WR_SEND, i, &sge, 1, ways[i % 2], 5);
+
+        CHECK_EQ(post(scene.end.qp, &wr), 0);
+        EXPECT(scene.end.send_cq, i, IBV_WC_SUCCESS);
+        EVENTUALLY(devices[i % 2]->requests == i / 2 + 1);
+        for (j = 0; j < 2; j++) {
+            struct soft_link *link =
+                soft_link_get(to_soft_context(scene.home.context)->device, &devices[j]->device.gids[0]);
+
+            REQUIRE(link != NULL);
+            CHECK_EQ(link->references, j == i % 2 ? 2 : 1);
+            CHECK_EQ(qp_of(&scene)->link == link, j == i % 2);
+            soft_link_put(link);
+        }
+    }
+    end_close(&scene.end);
+    for (i = 0; i < 2; i++) {
+        CHECK_EQ(soft_verbs.destroy_ah(ways[i]), 0);
+        node_close(devices[i]);
+    }
+    close_scene(&scene);
+}
+
 /* A link that a refused change of state looked up is released. */
 static void refused_while_connected(void)
 {
@@ -580,4 +622,4 @@ CHECK_MAIN(CASE(refused_while_connected), CASE(parts_of_a_long_message), CASE(fr
            CASE(drained_before_the_request_was_sent), CASE(repeated_while_it_drains),
            CASE(a_read_is_refused_while_it_drains), CASE(sent_just_after_the_peer_came_back),
            CASE(sent_while_an_attempt_to_connect_fails), CASE(sent_into_a_connection_that_breaks),
-           CASE(halted_while_datagrams_wait))
+           CASE(halted_while_datagrams_wait), CASE(datagrams_to_two_devices))

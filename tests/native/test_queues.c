@@ -342,6 +342,9 @@ static void taking_turns(void)
 /* No request is executed after the worker thread was stopped; objects can still be destroyed. */
 static void halted(void)
 {
+    struct ibv_modify_cq_attr moderation = {IBV_CQ_ATTR_MODERATE, {2, 2}};
+    struct ibv_comp_channel *channel;
+    struct ibv_cq *cq;
     struct ibv_wc wc;
     struct pair pair;
 
@@ -351,6 +354,12 @@ static void halted(void)
     CHECK_EQ(post_write(&pair.a, &pair.b, 1, 8), 0);
     settle(pair.own.context);
     CHECK_EQ(verbs_poll_cq(pair.a.send_cq, 1, &wc), variant->options.mode == SOFT_INLINE ? 1 : 0);
+    channel = soft_verbs.create_comp_channel(pair.own.context);
+    REQUIRE(channel != NULL);
+    cq = home_cq(&pair.own, 4, channel);
+    CHECK_EQ(verbs_modify_cq(cq, &moderation), ECANCELED); /* the thread would run its timer */
+    CHECK_EQ(soft_verbs.destroy_cq(cq), 0);
+    CHECK_EQ(soft_verbs.destroy_comp_channel(channel), 0);
     pair_close(&pair);
 }
 

@@ -18,6 +18,7 @@
 
 #include "alloc/alloc.h"
 #include "soft/api/device.h"
+#include "soft/base/epoch.h"
 #include "soft/base/fork_fds.h"
 #include "soft/base/lock_order.h"
 #include "soft/objects/context.h"
@@ -500,6 +501,42 @@ static void remains_of_dead_processes_are_cleared(void)
     shared_close(&shared);
 }
 
+static void *reap(void *argument)
+{
+    struct ending *ending = argument;
+
+    REQUIRE(grace_ready());
+    atomic_store(&ending->thread, (int)syscall(SYS_gettid));
+    soft_shared_reap(ending->shared->file);
+    return NULL;
+}
+
+/* The memory of a dead process is freed only after no other process accesses its regions any more. */
+static void memory_of_dead_processes_is_freed_after_accesses(void)
+{
+    struct soft_shared_page *page;
+    struct ending ending = {0};
+    struct shared shared;
+    pthread_t thread;
+
+    shared_open(&shared);
+    page = shared.file->page;
+    ending.shared = &shared;
+    leave_traces(&shared, 5);
+    REQUIRE_EQ(lock_slots(&shared, F_WRLCK, 6, 1), 0); /* it lives, and accesses the region of the dead one */
+    atomic_fetch_or(&page->used_slots[0], 1u << 6);
+    atomic_store(&page->readers[6][0].sections, 1);
+    REQUIRE_EQ(pthread_create(&thread, NULL, reap, &ending), 0);
+    EVENTUALLY(!(atomic_load(&page->keys[5][0].state) & SOFT_SHARED_LIVE));
+    EVENTUALLY(is_asleep(atomic_load(&ending.thread))); /* it waits for that access */
+    CHECK_EQ(atomic_load(&shared.file->area.owners[100]), 6);
+    atomic_store(&page->readers[6][0].sections, 0);
+    pthread_join(thread, NULL);
+    CHECK(!has_traces(&shared, 5));
+    CHECK(!atomic_load(&shared.file->timed_out[6]));
+    shared_close(&shared);
+}
+
 /* A process in the middle of an access is waited for; not for ever, and not if it is dead. */
 static void waits_for_stopped_processes_are_limited(void)
 {
@@ -770,6 +807,6 @@ CHECK_MAIN_ONCE(CASE(invalid_files), CASE(files_of_more_memory_than_there_is), C
                 CASE(files_of_huge_pages), CASE(the_file_cannot_be_truncated), CASE(no_slot_is_left),
                 CASE(no_key_is_left), CASE(no_memory_is_left), CASE(closed_with_an_allocated_piece),
                 CASE(closed_while_pieces_are_allocated), CASE(memory_is_freed_without_locks),
-                CASE(remains_of_dead_processes_are_cleared), CASE(waits_for_stopped_processes_are_limited),
-                CASE(waits_for_a_slow_process_are_limited_in_sum), CASE(regions_deregistered_under_load),
-                CASE(a_child_does_not_inherit_the_file))
+                CASE(remains_of_dead_processes_are_cleared), CASE(memory_of_dead_processes_is_freed_after_accesses),
+                CASE(waits_for_stopped_processes_are_limited), CASE(waits_for_a_slow_process_are_limited_in_sum),
+                CASE(regions_deregistered_under_load), CASE(a_child_does_not_inherit_the_file))

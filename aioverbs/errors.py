@@ -284,7 +284,7 @@ class ForkedProcessError(ClosedResourceError):
         super().__init__(what)
 
     def __str__(self) -> str:
-        return f"{self.args[0]} was opened before fork: open the device again in this process"
+        return f"{self.args[0]} was opened before the fork: open the device again in this process"
 
 
 class BorrowedObjectClosedError(ClosedResourceError, VerbsError):
@@ -391,7 +391,7 @@ class TransitionError(ValueError):
         parts = []
         if self.missing:
             hint = " (passing a remote endpoint sets those of the peer)" if "dest_qp_num" in self.missing else ""
-            parts.append(f"missing: {', '.join(self.missing)}{hint}")
+            parts.append(f"attributes are missing: {', '.join(self.missing)}{hint}")
         if self.unexpected:
             parts.append(f"not allowed in this transition: {', '.join(self.unexpected)}")
         parts += [f"{name}: {why}" for name, why in self.wrong.items()]
@@ -399,7 +399,7 @@ class TransitionError(ValueError):
             states = ", ".join(state.name for state in self.reachable) or "none"
             parts.append(f"there is no such transition; reachable from {self.state.name}: {states}")
         where = f"of type {self.qp_type.name} from {self.state.name} to {self.wanted.name}"
-        return f"{self.subject} {where}: {'; '.join(parts)}"
+        return f"cannot move {self.subject} {where}: {'; '.join(parts)}"
 
 
 class DeviceNotFoundError(LookupError):

@@ -332,9 +332,7 @@ class Lifecycle:
         with _tree:  # a task that begins to close the resource after this finds the handle
             self._check_process()
             if self.state is not OPEN:
-                raise ClosedResourceError(
-                    f"{self!r} is not open: open it with `async with`; after closing, make a new one"
-                )
+                raise ClosedResourceError(f"{self!r} is not open: open it with `async with`, or make a new one")
             self._handles.append(handle)
 
     def detach(self, handle: Destroyable) -> None:

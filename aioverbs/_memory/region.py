@@ -86,8 +86,8 @@ class WaitableInFlightCount(data_path.InFlightCount):
         self.close()
         if self.receives:
             raise BusyResourceError(
-                f"receives are still posted in this memory ({self.receives}): close or reset their queue pair, or "
-                "close their shared receive queue, first"
+                f"work requests still use this memory to receive (receives posted: {self.receives}): first close or "
+                "reset their queue pair, or close their shared receive queue"
             )
         await self.wait()
 

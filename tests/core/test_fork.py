@@ -41,7 +41,7 @@ def test_the_child_finds_everything_closed(context: software.Context) -> None:
             assert handle.closed
             assert repr(handle).endswith(" of soft0 (closed)>")
             for name in set(public(handle)) - IDENTITY:
-                with pytest.raises(ForkedProcessError, match=r"was opened before fork: open the device again"):
+                with pytest.raises(ForkedProcessError, match=r"was opened before the fork: open the device again"):
                     access(handle, name)
                 accesses += 1
             handle.destroy()

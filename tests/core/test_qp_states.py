@@ -285,7 +285,7 @@ PATH = QpAttrs(av=VECTOR, path_mtu=Mtu.MTU_1024, dest_qp_num=1, rq_psn=2)
         (UC, ERR, RTS, {}, "from ERR to RTS: there is no such transition; reachable from ERR: RESET, ERR"),
         (RC, SQE, RTS, {}, "from SQE to RTS: there is no such transition; reachable from SQE: RESET, ERR"),
         (RC, RESET, ERR, {}, "from RESET to ERR: there is no such transition; reachable from RESET: RESET, INIT"),
-        (RC, RESET, INIT, {}, "from RESET to INIT: missing: pkey_index, port_num, qp_access_flags"),
+        (RC, RESET, INIT, {}, "from RESET to INIT: attributes are missing: pkey_index, port_num, qp_access_flags"),
         (
             UC,
             INIT,
@@ -331,7 +331,9 @@ def test_texts_of_transition_errors(
     limits = Limits(ports=2, pkeys=4, gids=8, mtu=Mtu.MTU_2048, max_rd_atomic=16, max_dest_rd_atomic=32, needs_gid=True)
     with pytest.raises(TransitionError) as caught:
         transition(qp_type, before, after, attributes, limits=limits)
-    assert str(caught.value).startswith(f"a queue pair of type {qp_type.name} from {before.name} to {after.name}: ")
+    assert str(caught.value).startswith(
+        f"cannot move a queue pair of type {qp_type.name} from {before.name} to {after.name}: "
+    )
     assert text in str(caught.value)
     assert (caught.value.qp_type, caught.value.state, caught.value.wanted) == (qp_type, before, after)
     assert caught.value.reachable == reachable(qp_type, before)

@@ -114,7 +114,7 @@ async def use_in_a_child(scene: Scene) -> None:
             return str(error)
         return "no error"
 
-    raise errors.ForkedProcessError(in_child(child).partition(" was opened before fork")[0])
+    raise errors.ForkedProcessError(in_child(child).partition(" was opened before the fork")[0])
 
 
 async def read_beyond_the_region(scene: Scene) -> None:
@@ -247,7 +247,7 @@ MISTAKES: dict[str, tuple[Callable[[Scene], Awaitable[object]], type[Exception],
         lambda s: on_another_loop(lambda: s.qp.write(s.region[:8], s.region.remote()[:8])),
         errors.AffinityError,
         "ibv_post_send on <QueuePair",
-        "`await domain.run(function)` carries a call",
+        "`await domain.run(function)` runs a function there",
     ),
     "an overlapping call": (
         resize_while_resizing,
@@ -260,7 +260,7 @@ MISTAKES: dict[str, tuple[Callable[[Scene], Awaitable[object]], type[Exception],
     "memory under receives": (
         close_under_receives,
         errors.BusyResourceError,
-        "receives are still posted in this memory (1)",
+        "work requests still use this memory to receive (receives posted: 1)",
         "close or reset",
     ),
     "a read beyond a region": (read_beyond_the_region, errors.WorkCompletionError, "REM_ACCESS_ERR", "the rkey"),

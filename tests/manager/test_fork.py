@@ -56,10 +56,10 @@ async def test_resources_of_the_parent_raise_in_the_child(device: Device) -> Non
 
         async def use() -> None:
             for call in calls:
-                with pytest.raises(ForkedProcessError, match="was opened before fork"):
+                with pytest.raises(ForkedProcessError, match="was opened before the fork"):
                     call()
             for resource in [*everything, unopened]:
-                with pytest.raises(ForkedProcessError, match="was opened before fork"):
+                with pytest.raises(ForkedProcessError, match="was opened before the fork"):
                     await resource.open()
             for resource in everything:
                 assert resource.closed
@@ -146,7 +146,7 @@ async def test_calls_to_a_loop_of_the_parent_raise() -> None:
     owner = Affinity.of_running_loop()
 
     async def call() -> None:
-        with pytest.raises(ForkedProcessError, match="was opened before fork"):
+        with pytest.raises(ForkedProcessError, match="was opened before the fork"):
             await asyncio.wait_for(run_on_owner(owner, print), patience(5))
 
     assert not owner.inherited
@@ -173,7 +173,7 @@ async def test_waiting_for_objects_of_the_parent_raises(device: Device) -> None:
                     region.pins.wait,
                     region.pins.close_and_wait,
                 ):
-                    with pytest.raises(ForkedProcessError, match="was opened before fork"):
+                    with pytest.raises(ForkedProcessError, match="was opened before the fork"):
                         await call()
 
         try:

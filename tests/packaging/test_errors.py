@@ -57,7 +57,7 @@ from aioverbs.types import QpState, QpType, WcOpcode, WcStatus
             errors.LibraryNotFoundError("librdmacm.so.1"),
             "librdmacm.so.1 cannot be loaded: on Debian and Ubuntu, install the package librdmacm1",
         ),
-        (errors.ForkedProcessError("soft0"), "soft0 was opened before fork: open the device again in this process"),
+        (errors.ForkedProcessError("soft0"), "soft0 was opened before the fork: open the device again in this process"),
         (
             errors.BorrowedObjectClosedError("<MemoryRegion>"),
             "<MemoryRegion> uses a pyverbs object that was closed: "
@@ -78,12 +78,13 @@ from aioverbs.types import QpState, QpType, WcOpcode, WcStatus
             errors.TransitionError(
                 QpType.UC, QpState.INIT, QpState.RTR, ("av", "rq_psn"), ("qkey",), {"path_mtu": "9, which is none"}
             ),
-            "a queue pair of type UC from INIT to RTR: missing: av, rq_psn; not allowed in this transition: qkey; "
-            "path_mtu: 9, which is none",
+            "cannot move a queue pair of type UC from INIT to RTR: attributes are missing: av, rq_psn; "
+            "not allowed in this transition: qkey; path_mtu: 9, which is none",
         ),
         (
             errors.TransitionError(QpType.RC, QpState.RESET, QpState.RTS, reachable=(QpState.RESET, QpState.INIT)),
-            "a queue pair of type RC from RESET to RTS: there is no such transition; reachable from RESET: RESET, INIT",
+            "cannot move a queue pair of type RC from RESET to RTS: there is no such transition; "
+            "reachable from RESET: RESET, INIT",
         ),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",

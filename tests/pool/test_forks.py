@@ -127,7 +127,7 @@ async def test_calls_in_flight_at_a_fork_raise_in_the_child(device: Device) -> N
 
         async def ask() -> tuple[bool, bool, int]:
             for ask_for in (in_flight.result, in_flight.exception):
-                with pytest.raises(ForkedProcessError, match="CallFuture was opened before fork"):
+                with pytest.raises(ForkedProcessError, match="CallFuture was opened before the fork"):
                     ask_for(patience(5))
             async with asyncio.timeout(patience(5)):
                 with pytest.raises(ForkedProcessError):

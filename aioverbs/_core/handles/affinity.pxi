@@ -219,14 +219,14 @@ cdef class Affinity:
         elif self.loop.is_closed():
             why = "the loop that owns this object is closed"
         else:
-            why = "call it there: `await domain.run(function)` carries a call to the owner"
+            why = "call it on the owning loop; `await domain.run(function)` runs a function there"
         return f"{verb} on {what!r}, which belongs to {self._owner()}, was called from {caller}: {why}"
 
     cdef str _overlap_text(self, object what, str verb):
         # Return the message of the ConcurrentAccessError: refused verb and verb in flight.
         return (
-            f"{verb} on {what!r}: {<object>self._verb} is in flight in its domain, which allows one call at a time; "
-            "this call was refused"
+            f"{verb} on {what!r} was refused: its domain allows one call at a time, and another call "
+            f"({<object>self._verb}) is still running: wait for its end, and call again"
         )
 
     cdef str _owner(self):

@@ -394,7 +394,7 @@ async def test_overlapping_threads_are_refused() -> None:
         inside = asyncio.create_task(asyncio.to_thread(handles.CompletionQueue, context, 4, parent_domain=domain))
         assert await asyncio.to_thread(entered.wait, 30)
         for caller in (in_thread, lambda function: function()):
-            with pytest.raises(ConcurrentAccessError, match="ibv_create_cq_ex is in flight"):
+            with pytest.raises(ConcurrentAccessError, match=r"ibv_create_cq_ex.*still running"):
                 caller(partial(queue.resize, 4))
         release.set()
         await inside

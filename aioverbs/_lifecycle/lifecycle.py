@@ -513,8 +513,9 @@ class Lifecycle:
         :raises AffinityError: another event loop owns the resource. In this case nothing is changed.
         :raises ResourceWarning: if warnings are turned into errors and ``stop`` issued one. The resource is closed all
             the same.
-        :raises RuntimeError: no asyncio event loop is running.
+        :raises RuntimeError: no asyncio event loop is running. In this case nothing is changed.
         """
+        asyncio.get_running_loop()
         closing = self._begin_closing()
         if closing is None:
             return

@@ -431,13 +431,16 @@ class BufferPool(Resource):
     async def aclose(self) -> None:
         """Close the pool after the work requests in flight have completed.
 
-        If only receives in released buffers are in flight, return at once; the pool is closed in the background when
-        the queues of these receives are closed. Closing a closed pool does nothing. In a forked child, nothing is done.
+        If receives are posted in released buffers, this returns at once; the pool is closed in the background when the
+        queues of these receives are closed and all other work requests have completed. If buffers were not released, a
+        ResourceWarning is issued. Closing a closed pool does nothing. In a forked child, nothing is done.
 
         :raises BusyResourceError: receives are posted in buffers that were not released. In this case nothing is done.
         :raises VerbsError: a slab cannot be deregistered. The pool stays open and can be closed again.
-        :raises ResourceWarning: if warnings are turned into errors and buffers were not released.
-        :raises RuntimeError: work requests are in flight, and no asyncio event loop is running.
+        :raises ResourceWarning: if warnings are turned into errors and buffers were not released. The pool is closed
+            all the same.
+        :raises RuntimeError: work requests are in flight, and no asyncio event loop is running. The pool can be closed
+            again.
         """
         posted, in_released = self._free_list.count_receives()
         if posted > in_released and self.state is ResourceState.OPEN and not self.closed:

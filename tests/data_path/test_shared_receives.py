@@ -16,6 +16,7 @@ from aioverbs import (
     QueuePair,
     ResourceState,
     SharedReceiveQueue,
+    ThreadModel,
     WcOpcode,
     WcStatus,
     WorkCompletionError,
@@ -174,6 +175,21 @@ async def test_a_pool_with_receives_in_leased_buffers_is_not_closed(device: Devi
             assert pool.state is ResourceState.CLOSING
             with pytest.raises(ClosedResourceError):
                 await pool.lease()
+            assert not receive.done()
+        await until(lambda: pool.closed)
+
+
+async def test_a_pool_is_not_closed_without_a_loop_for_its_background_task(device: Device) -> None:
+    async with device.resource_domain(thread_model=ThreadModel.SAFE) as domain:
+        pool = await domain.buffer_pool(64, 1).open()
+        async with domain.shared_receive_queue(8) as srq:
+            with await pool.lease() as buffer:
+                receive = srq.receive(buffer)
+            with pytest.raises(RuntimeError, match="no running event loop"):
+                await asyncio.to_thread(pool.aclose().send, None)
+            assert pool.state is ResourceState.OPEN
+            await pool.aclose()
+            assert pool.state is ResourceState.CLOSING
             assert not receive.done()
         await until(lambda: pool.closed)
 

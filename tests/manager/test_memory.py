@@ -3,7 +3,9 @@
 import array
 import asyncio
 import ctypes
+import errno
 import mmap
+import os
 import socket
 import sys
 from collections.abc import Callable
@@ -27,6 +29,7 @@ from aioverbs import (
     VerbsError,
     import_device,
 )
+from aioverbs._memory.region import map_pages
 from aioverbs._verbs.device import Device
 from tests.capabilities import Capability, needs
 from tests.core.allocators import Recording
@@ -209,6 +212,22 @@ async def test_large_memory_is_registered_in_a_thread(device: Device) -> None:
 
 
 @needs(Capability.OBJECT_COUNTS)
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOMEM])
+def test_huge_pages_are_used_if_the_kernel_has_them(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mapping(mmap.mmap):
+        def madvise(self, option: int, *range_: int) -> None:
+            if option == mmap.MADV_HUGEPAGE:
+                raise OSError(number, os.strerror(number))
+            super().madvise(option, *range_)
+
+    monkeypatch.setattr(mmap, "mmap", Mapping)
+    if number == errno.EINVAL:
+        assert len(map_pages(LARGE)) == LARGE
+    else:
+        with pytest.raises(OSError, match=os.strerror(number)):
+            map_pages(LARGE)
+
+
 async def test_a_cancelled_registration_leaks_nothing(device: Device) -> None:
     async with device.protection_domain() as pd:
         region = pd.register(LARGE)

@@ -84,6 +84,15 @@ def test_a_folder_of_another_user_is_refused(folder: Path, monkeypatch: pytest.M
         MonitorDirectory()
 
 
+def test_the_age_of_an_abandoned_link_is_its_own(folder: Path) -> None:
+    with MonitorDirectory(make=True) as opened:
+        link = folder / f".{os.getpid()}-0123abcd.sock"
+        link.symlink_to("nowhere")
+        assert (list(opened.names()), link.is_symlink()) == ([], True)
+        os.utime(link, (0, 0), follow_symlinks=False)
+        assert (list(opened.names()), link.is_symlink()) == ([], False)
+
+
 @pytest.mark.parametrize("kind", ["file", "link"])
 def test_a_path_that_is_not_a_folder_is_refused(folder: Path, kind: str) -> None:
     if kind == "file":

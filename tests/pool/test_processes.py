@@ -1,9 +1,12 @@
 """Worker processes: calls and results, cancellation, deaths and replacement."""
 
 import asyncio
+import errno
 import os
 import pickle
+import resource
 import signal
+import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,6 +17,7 @@ import pytest
 
 from aioverbs import AffinityError, BrokenResourceError, ForkedProcessError, WorkerDiedError, WorkerPool
 from aioverbs._pool.placement import rendezvous
+from aioverbs._pool.process_protocol import receive_socket, send_socket
 from tests.core.children import in_child
 from tests.pace import patience
 from tests.pool import handlers, work
@@ -70,10 +74,27 @@ async def test_pickling_of_calls_results_and_exceptions(pool: WorkerPool) -> Non
     with pytest.raises((pickle.PicklingError, AttributeError)) as caught_there:
         await pool.run(work.fail, "lambda")
     assert "results of worker processes are pickled" in caught_there.value.__notes__[0]
+    with pytest.raises(TypeError, match="two") as caught_result:
+        await pool.run(work.fail, "returned")
+    assert caught_result.value.__notes__ == ["the result of a worker process cannot be unpickled"]
     with pytest.raises((pickle.PicklingError, AttributeError)) as caught_here:
         await pool.run(lambda: None)
     assert "worker processes take pickled calls" in caught_here.value.__notes__[0]
     assert ([each.calls for each in pool.statistics().workers], pool.statistics().deaths) == ([0, 0], deaths)
+
+
+async def test_cancelling_the_wait_on_another_loop_cancels_the_call(pool: WorkerPool) -> None:
+    call = pool.start_soon(asyncio.sleep, 3600.0)
+
+    async def wait() -> None:
+        waiting = asyncio.create_task(call.wait())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await waiting
+
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.to_thread(asyncio.run, wait())
+    await until(call.cancelled)
 
 
 @pytest.mark.every_way
@@ -220,3 +241,17 @@ async def test_every_call_ends_when_workers_are_killed_under_load(pool: WorkerPo
     assert len(results) == asked
     assert pool.statistics().deaths == deaths + 2
     assert (await pool.run(work.describe_worker, worker=0))[1] == 0
+
+
+async def test_a_socket_that_finds_no_free_descriptor_is_reported_as_lost() -> None:
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with near, far:
+        send_socket(near, near)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+        try:
+            with pytest.raises(OSError, match="a received socket was lost") as caught:
+                receive_socket(far)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert caught.value.errno == errno.EMFILE

@@ -92,6 +92,8 @@ async def fail(kind: str) -> object:
             raise UnpicklableError(1, 2)
         case "lambda":
             return lambda: None
+        case "returned":
+            return UnpicklableError(1, 2)
     raise AssertionError(kind)
 
 

@@ -11,11 +11,11 @@ __all__ = ["MessageByteStream"]
 
 
 class MessageByteStream(ByteStream):
-    """An `anyio.abc.ByteStream` over a stream of messages. Made by `Connection.as_byte_stream`.
+    """An `anyio.abc.ByteStream` over a stream of messages. Use `Connection.as_byte_stream` to create one.
 
     :param messages: the stream of messages, which is closed when the byte stream is closed.
     :param max_piece: size of the largest message to send, in bytes.
-    :param check: called with the name of a method; raises if the caller may not call that method.
+    :param check: called with the name of a method; raises `AffinityError` if the caller may not call that method.
     """
 
     def __init__(self, messages: ObjectStream[bytes], max_piece: int, check: Callable[[str], None]) -> None:
@@ -33,8 +33,11 @@ class MessageByteStream(ByteStream):
         :raises anyio.EndOfStream: the peer sends no more bytes, and all that it sent were returned.
         :raises BusyResourceError: another task is receiving.
         :raises BrokenResourceError: the connection is broken.
-        :raises ClosedResourceError: the connection is closed.
+        :raises ClosedResourceError: the connection is closed. Bytes that are left of the last message are returned
+            first.
         :raises AffinityError: another event loop owns the connection.
+        :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain; no bytes are
+            lost.
         :raises ValueError: `max_bytes` is less than 1.
         """
         if max_bytes < 1:
@@ -57,14 +60,18 @@ class MessageByteStream(ByteStream):
         return data
 
     async def send(self, item: bytes) -> None:
-        """Send all bytes, divided into as many messages as necessary. Waits as `Connection.send` does.
+        """Send all bytes, divided into as many messages as necessary.
 
-        If the call is cancelled, some of these messages may have been sent.
+        This waits in the same cases as `Connection.send`. If the call is cancelled or raises, some of these messages
+        may have been sent.
 
-        :param item: the bytes; if there are none, nothing is sent.
+        :param item: the bytes; if there are none, nothing is sent or checked.
         :raises BrokenResourceError: the connection is broken.
         :raises ClosedResourceError: the connection is closed, or `send_eof` was called.
         :raises AffinityError: another event loop owns the connection.
+        :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
+        :raises VerbsError: ``ibv_post_send`` failed.
+        :raises TypeError: `item` is not a contiguous buffer.
         """
         if len(item) <= self._max_piece:
             if item:
@@ -81,6 +88,7 @@ class MessageByteStream(ByteStream):
         :raises BrokenResourceError: the connection is broken.
         :raises ClosedResourceError: the connection is closed.
         :raises AffinityError: another event loop owns the connection.
+        :raises Exception: any other exception that `Connection.send_eof` raises.
         """
         await self._messages.send_eof()
 
@@ -88,6 +96,7 @@ class MessageByteStream(ByteStream):
         """Close the connection below this stream: `Connection.aclose`, which first delivers all sent bytes.
 
         :raises AffinityError: another event loop owns the connection; nothing was done.
+        :raises Exception: any other exception that `Connection.aclose` raises.
         """
         await self._messages.aclose()
 

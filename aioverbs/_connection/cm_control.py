@@ -52,9 +52,9 @@ class SharedChannel:
         self._users += 1
 
     async def release(self) -> None:
-        """Drop a reference to the channel. Dropping the last one closes the channel.
+        """Drop a reference to the channel. Dropping the last reference closes the channel.
 
-        :raises VerbsError: the channel cannot be closed.
+        :raises VerbsError: the channel cannot be closed. The reference is dropped nevertheless.
         """
         self._users -= 1
         if not self._users:
@@ -83,7 +83,7 @@ class CmControlChannel:
         :raises ConnectionRejectedError: the peer rejected the connection or has no listener.
         :raises UnreachableError: the peer's connection manager does not answer.
         :raises VerbsError: a verb failed.
-        :raises Exception: the other exceptions of `Identifier.connect`.
+        :raises Exception: any other exception that `Identifier.connect` raises.
         """
         self._message_channel = message_channel
         await self.identifier.connect(message_channel.qp, timeout_s=None, **attributes)
@@ -96,7 +96,7 @@ class CmControlChannel:
         :raises UnreachableError: the peer no longer answers.
         :raises ConnectionRejectedError: the peer gave up.
         :raises VerbsError: a verb failed.
-        :raises Exception: the other exceptions of `Identifier.accept`.
+        :raises Exception: any other exception that `Identifier.accept` raises.
         """
         self._message_channel = message_channel
         await self.identifier.accept(message_channel.qp, timeout_s=None, **attributes)
@@ -107,6 +107,7 @@ class CmControlChannel:
         :param data: the message, header included.
         :raises QueuePairStateError: neither `connect` nor `accept` was called yet.
         :raises BrokenResourceError: the peer's device does not acknowledge the message.
+        :raises Exception: any other exception that `MessageChannel.send_handshake` raises.
         """
         if self._message_channel is None:
             raise QueuePairStateError("the queue pair is not connected yet: connect() or accept() first")
@@ -117,6 +118,7 @@ class CmControlChannel:
 
         :returns: the message, header included.
         :raises BrokenResourceError: the peer is gone.
+        :raises Exception: any other exception that `MessageChannel.receive_handshake` raises.
         """
         assert self._message_channel is not None
         return await self._message_channel.receive_handshake()
@@ -124,8 +126,8 @@ class CmControlChannel:
     def watch(self, on_lost: Callable[[Exception], object]) -> None:
         """Call `on_lost` when the peer disconnects or the device is removed; immediately if that has already happened.
 
-        :param on_lost: called with the cause. From now on it has to move the queue pair to ERR: the identifier no
-            longer does.
+        :param on_lost: called with an `Exception`, the cause. From now on, this function has to move the queue pair to
+            ERR, because the identifier no longer does.
         """
         self._watch(on_lost)
 
@@ -140,7 +142,10 @@ class CmControlChannel:
             state_machine.watch(on_lost)
 
     def address(self, which: str) -> Address | None:
-        """Return the local address for ``"sockname"``, the peer's for ``"peername"``; None if the channel is closed."""
+        """Return the local address if `which` is ``"sockname"``, else the peer's; None if the channel is closed.
+
+        :raises ClosedResourceError: the identifier was never opened.
+        """
         if self.identifier.closed:
             return None
         return self.identifier.local_address if which == "sockname" else self.identifier.peer_address
@@ -157,7 +162,7 @@ class CmControlChannel:
     async def aclose(self) -> None:
         """Disconnect from the peer, close the identifier and release the reference to its channel, even if cancelled.
 
-        Waits at most one second for the peer's answer. Closing twice has no effect.
+        This waits at most one second for the peer's answer. Closing twice has no effect.
 
         :raises VerbsError: a verb failed. The reference to the channel is released nevertheless.
         """
@@ -186,7 +191,7 @@ def _source_address(gid: bytes, peer: Address) -> str | None:
 async def resolve(host: str, port: int, context: handles.Context, gid: bytes) -> CmControlChannel:
     """Resolve the address of a peer and the route to it from a given port of a local device.
 
-    Waits for the address without a limit: the caller limits the time.
+    The wait for the address has no limit: the caller limits the time.
 
     :param host: address or name of the peer.
     :param port: port number at which the peer listens, 0..65535.
@@ -197,6 +202,7 @@ async def resolve(host: str, port: int, context: handles.Context, gid: bytes) ->
     :raises UnreachableError: the kernel module rdma_ucm is not loaded, there is no route to the peer, the route uses
         another device, or `host` is a loopback address.
     :raises VerbsError: another verb of rdma_cm failed.
+    :raises BrokenResourceError: an unexpected event arrived, for example because the device was removed.
     :raises OSError: the name has no address.
     :raises TimeoutError: the kernel found no route within a minute.
     :raises ValueError: `port` is out of range.

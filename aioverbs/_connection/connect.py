@@ -81,8 +81,8 @@ async def _perform_handshake(
 ) -> Connection:
     """Perform one end's part of the handshake and connect the queue pair to the peer's.
 
-    Exchanges the messages of `Handshake` over the control channel. On failure or cancellation, the control channel is
-    closed and the connection is aborted. If aborting has to wait for a verb in a thread, a background task aborts the
+    The messages of `Handshake` go over the control channel. On failure or cancellation, the control channel is closed
+    and the connection is aborted. If aborting has to wait for a verb in a thread, a background task aborts the
     connection and this call does not wait. There is no time limit: the caller sets one.
 
     :param control: open channel to the peer; from now on, closing the connection closes the channel.
@@ -96,10 +96,13 @@ async def _perform_handshake(
     :raises BrokenResourceError: the peer is gone.
     :raises ConnectionRejectedError: with rdma_cm: the peer rejected the connection or has no listener.
     :raises UnreachableError: with rdma_cm: the peer does not answer.
-    :raises VerbsError: the device has no queue pair, completion queue or memory region left.
+    :raises VerbsError: the device has no queue pair, completion queue or memory region left, or another verb failed.
+    :raises OSError: the process cannot map the memory for the buffers, or has no file descriptor left.
     :raises MemoryError: no memory is left for the buffers.
-    :raises ValueError: the device has no such port or GID, or the domain cannot use ``spin_ns``.
-    :raises ClosedResourceError: the domain is not open.
+    :raises ValueError: the device has no such port or GID, or does not support the queue depths of the settings; or the
+        domain cannot use ``spin_ns``.
+    :raises ClosedResourceError: the domain is not open, or was closed during the handshake.
+    :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
     """
     handshake = Handshake(initiator, make_nonce(), secret)
     try:
@@ -141,7 +144,10 @@ async def _perform_handshake(
 
 
 def _abort_in_background(connection: Connection) -> None:
-    """Start a background task that aborts a connection, without waiting for the task."""
+    """Start a background task that aborts a connection, without waiting for the task.
+
+    If aborting fails, the event loop logs the exception.
+    """
     suppress_warning(connection)  # the caller did not forget to close it
     task = running_loop().create_task(connection.abort())
     _abort_tasks.add(task)
@@ -153,8 +159,11 @@ async def _connect_queue_pairs(control: CmControlChannel, connection: Connection
 
     The messages of the handshake are sent over the queue pairs, so the receives are posted first.
 
-    :raises Exception: the exceptions of `Connection._prepare`, and of `CmControlChannel.connect` (if `initiator`) or
-        `CmControlChannel.accept`.
+    :param control: the channel, whose identifier is not connected yet.
+    :param connection: the connection, not opened yet.
+    :param initiator: whether this end requested the connection.
+    :raises Exception: whatever `Connection._prepare`, and `CmControlChannel.connect` (if `initiator`) or
+        `CmControlChannel.accept`, raise.
     """
     await connection._prepare()
     connection._watch_peer(control)
@@ -174,7 +183,7 @@ async def accept_connection(
     There is no time limit: the caller sets one.
 
     :param control: open channel to the peer. It is closed together with the connection, or here on failure.
-    :param domain: domain that the queue pair is made on.
+    :param domain: domain that the queue pair is created on.
     :param secret: the shared secret; None for no secret.
     :param settings: sizes and times of the connection.
     :returns: the open connection, to be closed by the caller.
@@ -182,10 +191,13 @@ async def accept_connection(
     :raises BrokenResourceError: the peer is gone.
     :raises ConnectionRejectedError: with rdma_cm: the peer gave up.
     :raises UnreachableError: with rdma_cm: the peer no longer answers.
-    :raises VerbsError: the device has no queue pair, completion queue or memory region left.
+    :raises VerbsError: the device has no queue pair, completion queue or memory region left, or another verb failed.
+    :raises OSError: the process cannot map the memory for the buffers, or has no file descriptor left.
     :raises MemoryError: no memory is left for the buffers.
-    :raises ValueError: the device has no such port or GID, or the domain cannot use ``spin_ns``.
-    :raises ClosedResourceError: the domain is not open.
+    :raises ValueError: the device has no such port or GID, or does not support the queue depths of the settings; or the
+        domain cannot use ``spin_ns``.
+    :raises ClosedResourceError: the domain is not open, or was closed during the handshake.
+    :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
     """
     return await _perform_handshake(control, secret, Connection(domain, settings), initiator=False)
 
@@ -196,7 +208,8 @@ class Connecting(OwnedBlock[Connection]):
     Awaiting it makes an open `Connection`, which the caller closes. ``async with`` makes one and closes it at the end
     of the block.
 
-    Each await makes a new connection. Only one block may be entered at a time.
+    Each await makes a new connection. Only one block may be entered at a time: entering a second one raises
+    `RuntimeError`, or `AffinityError` on another event loop.
 
     :param name: description for error messages.
     :param make: coroutine function that makes an open connection.
@@ -216,7 +229,7 @@ class Connecting(OwnedBlock[Connection]):
     async def _begin(self) -> Connection:
         """Make the connection for the block and return it, open.
 
-        :raises Exception: the exceptions of `connect`.
+        :raises Exception: whatever `connect` raises when awaited.
         """
         self._connection = await self._make()
         return self._connection
@@ -226,8 +239,8 @@ class Connecting(OwnedBlock[Connection]):
     ) -> None:
         """Close the connection at the end of the block: `Connection.aclose`.
 
-        :raises Exception: the exceptions of `Connection.aclose`, unless the block itself raised: then they are added
-            to its exception as a note.
+        :raises Exception: whatever `Connection.aclose` raises. If the block itself raised, a failure to close is only
+            added to the exception of the block, as a note.
         """
         connection, self._connection = self._connection, None
         assert connection is not None
@@ -249,12 +262,12 @@ def connect(
     """Connect to a peer: ``async with connect(…) as connection``, or ``connection = await connect(…)``.
 
     The connection belongs to the event loop that awaits or enters the result. The call itself raises only the
-    `ValueError` for an invalid argument; all other exceptions are raised when the result is awaited or entered. A
-    cancelled attempt leaves nothing open.
+    `ValueError` for an invalid argument; all other exceptions are raised when the result is awaited or entered. An
+    attempt that is cancelled or fails leaves nothing open.
 
     :param host: address or name at which the peer listens.
     :param port: port at which the peer listens, 1..65535.
-    :param domain: domain that the queue pair is made on.
+    :param domain: domain that the queue pair is created on.
     :param transport: how to reach the peer: ``"tcp"``; ``"rdmacm"``, on RDMA devices only; or ``"auto"``: rdma_cm is
         tried first if the device supports it and `ssl` is None, and TCP if rdma_cm does not reach the peer within half
         of `timeout_s`.
@@ -269,19 +282,22 @@ def connect(
     :raises AffinityError: another event loop owns the domain; nothing was done.
     :raises HandshakeError: one end refuses the other because of the protocol version, the secret or the device, or the
         peer refuses because it is busy or closing.
-    :raises OSError: the name has no address, nothing listens at the address, or (as `ssl.SSLError`) the TLS handshake
-        failed.
+    :raises OSError: the name has no address, nothing listens at the address, (as `ssl.SSLError`) the TLS handshake
+        failed, the process cannot map the memory for the buffers, or it has no file descriptor left.
     :raises TimeoutError: the attempt took longer than `timeout_s`; the message names the step that did not succeed.
     :raises BrokenResourceError: the peer went away during the handshake.
     :raises ConnectionRejectedError: with ``"rdmacm"``: the peer rejected the connection or has no listener.
     :raises UnreachableError: with ``"rdmacm"``: there is no route to the peer, or the peer does not answer.
     :raises LibraryNotFoundError: with ``"rdmacm"``: librdmacm is not installed.
-    :raises VerbsError: the device has no queue pair, completion queue or memory region left.
+    :raises VerbsError: the device has no queue pair, completion queue or memory region left, or another verb failed.
     :raises MemoryError: no memory is left for the buffers.
     :raises ClosedResourceError: the domain is not open.
+    :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
+    :raises RuntimeError: no asyncio event loop is running; or, when entered, the result is already in a block.
     :raises ValueError: `secret`, `transport` or the combination of `transport` and `ssl` is not valid. When awaited or
-        entered: the device does not have the port or GID of the settings, the device is a software device and
-        `transport` is ``"rdmacm"``, or the domain cannot use ``spin_ns``.
+        entered: the device does not have the port or GID of the settings or does not support their queue depths, the
+        device is a software device and `transport` is ``"rdmacm"``, or the domain cannot use ``spin_ns``.
+    :raises OverflowError: `port` is not in 0..65535.
     """
     chosen = settings if settings is not None else ConnectionSettings()
     check_secret(secret)
@@ -333,14 +349,15 @@ async def _connect_by_rdma_cm(
         time. With a limit, resolving the peer's address may take at most 2 seconds of it.
     :param progress: receives the description of the current step, for the message of a timeout.
     :returns: the open connection, to be closed by the caller.
-    :raises TimeoutError: the attempt did not end within a limit.
+    :raises TimeoutError: the attempt did not end within one of these limits.
     :raises LibraryNotFoundError: librdmacm is not installed.
     :raises UnreachableError: the port has no GID, there is no route to the peer, or the peer does not answer.
     :raises ConnectionRejectedError: the peer rejected the connection or has no listener.
     :raises OSError: the name has no address.
     :raises ValueError: the device does not have the port or GID index of `settings`.
+    :raises VerbsError: the port cannot be queried, or another verb failed.
     :raises HandshakeError: one end refuses the other.
-    :raises Exception: the other exceptions of `_perform_handshake`.
+    :raises Exception: any other exception that `_perform_handshake` raises.
     """
     context = domain.handle.context
     check_port(context, settings.port, settings.gid_index)

@@ -70,30 +70,39 @@ class ControlChannel(Protocol):
         :param data: the message, header included.
         :raises BrokenResourceError: with rdma_cm: the peer's device does not acknowledge the message. With TCP this
             method raises nothing: `receive` reports that the peer is gone.
+        :raises Exception: with rdma_cm: any other exception that `CmControlChannel.send` raises.
         """
 
     async def receive(self) -> bytes:
         """Wait for the peer's next message of the handshake.
 
         :returns: the message, header included.
-        :raises HandshakeError: the data is not a message of the handshake.
+        :raises HandshakeError: with TCP: the data is not a message of the handshake.
         :raises BrokenResourceError: the peer is gone.
+        :raises Exception: with rdma_cm: any other exception that `CmControlChannel.receive` raises.
         """
 
     def watch(self, on_lost: Callable[[Exception], object]) -> None:
-        """Call `on_lost` with the cause when the peer is gone; immediately if the peer is already gone."""
+        """Call `on_lost` with an exception, the cause, when the peer is gone; immediately if it is already gone."""
 
     def unwatch(self) -> None:
         """Stop watching: the callback passed to `watch` is no longer called."""
 
     def address(self, which: str) -> Address | None:
-        """Return the local address for ``"sockname"``, the peer's for ``"peername"``; None if the channel is closed."""
+        """Return the local address if `which` is ``"sockname"``, or the peer's if it is ``"peername"``.
+
+        :returns: the address; None if the channel is not connected yet. After the channel is closed: None with rdma_cm,
+            None or the last address with TCP.
+        """
 
     def abort(self) -> None:
         """End the connection to the peer at once, without waiting for the peer."""
 
     async def aclose(self) -> None:
-        """Close the channel, and wait a limited time for the peer to close its end."""
+        """Close the channel, and wait a limited time for the peer to close its end.
+
+        :raises VerbsError: with rdma_cm: a verb failed.
+        """
 
 
 class _ConnectionMonitor:
@@ -127,6 +136,7 @@ class _ConnectionMonitor:
     def _tick(self) -> None:
         """Probe the peer's device if no send or receive has completed since the last tick, and restart the timer.
 
+        If the channel is broken or closed, neither probe nor restart the timer.
         If the peer is gone, the probe fails within the time limit of the queue pair, and the connection breaks.
         """
         channel = self.channel
@@ -144,9 +154,10 @@ class _ConnectionMonitor:
     def on_lost(self, error: Exception) -> None:
         """Fail the connection because the peer or the device is gone, after receiving the peer's last messages.
 
-        Returns at once. The connection fails 20 ms later; or immediately, if the peer has said that it sends no more.
+        This does not wait. The connection fails 20 ms later; or immediately, if the peer has said that it sends no
+        more. If the channel is closed, nothing is done.
 
-        :param error: the cause.
+        :param error: exception that is the cause.
         """
         # The peer's last messages may already be in the completion queue, or arrive in a moment.
         assert self.channel is not None
@@ -160,7 +171,7 @@ class _ConnectionMonitor:
             self._loop.call_later(_LINGER_S, self._fail_lost, error)
 
     def _fail_lost(self, error: Exception) -> None:
-        """Fail the message channel because of `error`, unless the channel is closed.
+        """Fail the message channel because of the exception `error`, unless the channel is closed.
 
         If another thread is inside a verb, do this in a later iteration of the event loop.
         """
@@ -179,7 +190,7 @@ class _ConnectionMonitor:
     def on_channel_end(self) -> None:
         """Fail the tasks that wait for grants, and abort the control channel if the message channel is broken.
 
-        Called when the message channel breaks or is closed.
+        This is called when the message channel breaks or is closed.
         """
         if self.grants is not None and self.channel is not None:
             self.grants.fail(self.channel.closed_error())
@@ -199,6 +210,8 @@ class _ConnectionMonitor:
         """Close the control channel, and wait a limited time for the peer to close its end.
 
         The lifecycle calls this after it has closed the queue pair.
+
+        :raises VerbsError: with rdma_cm: a verb failed.
         """
         if self.control is not None:
             try:
@@ -215,8 +228,8 @@ class _ConnectionMonitor:
 class Connection(Resource, anyio.abc.ObjectStream[bytes]):
     """Connection to a peer: messages in both directions, and access to memory that one end grants to the other.
 
-    Made by `connect`, `listen` and `serve`. A connection is open when it is returned; `aclose`, or the end of its
-    ``async with`` block, closes it. It belongs to the event loop that made it, even if any loop may use its domain:
+    Use `connect`, `listen` or `serve` to create one. A connection is open when it is returned; `aclose`, or the end of
+    its ``async with`` block, closes it. It belongs to the event loop that made it, even if any loop may use its domain:
     calls on another loop raise `AffinityError` and do nothing.
 
     Messages are `bytes` of any size up to the peer's `ConnectionSettings.max_message`. They arrive whole and in order.
@@ -247,6 +260,9 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
 
         The buffers and the state belong to the loop that made the connection, even if any loop may call the verbs of
         the domain.
+
+        :raises ClosedResourceError: the domain is not open.
+        :raises RuntimeError: the domain is bound to no loop, and no asyncio event loop is running.
         """
         owner = queue_location_of(self._domain).owner
         return owner if owner is not None and owner.bound else Affinity.of_running_loop()
@@ -254,11 +270,13 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
     def _open(self) -> None:
         """Create the queue pair, move it to INIT, post its receives and make the offer for the peer.
 
-        Uses the memory and the completion queue that `_prepare` obtained.
+        This uses the memory and the completion queue that `_prepare` obtained.
 
-        :raises VerbsError: the device has no queue pair left.
-        :raises ValueError: the device has no such port or GID.
+        :raises VerbsError: the device has no queue pair left, or another verb failed.
+        :raises ValueError: the device has no such port or GID, or does not support the queue depths of the settings.
         :raises HandshakeError: the port has no GID at the moment.
+        :raises ClosedResourceError: the domain is not open.
+        :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
         """
         block, cq, settings, owner = self._block, self._cq, self._settings, self._lifecycle.owner
         assert block is not None
@@ -291,10 +309,13 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
 
         :returns: the offer that describes this end to the peer; each call returns the same one.
         :raises VerbsError: the device has no queue pair, completion queue or memory region left.
+        :raises OSError: the process cannot map the memory for the buffers, or has no file descriptor left.
         :raises MemoryError: no memory is left for the buffers.
-        :raises ValueError: the device has no such port or GID, or the domain cannot use ``spin_ns``.
+        :raises ValueError: the device has no such port or GID, or does not support the queue depths of the settings; or
+            the domain cannot use ``spin_ns``.
         :raises HandshakeError: the port has no GID at the moment.
         :raises ClosedResourceError: the domain is not open.
+        :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
         """
         if self._offer is not None:
             return self._offer
@@ -317,6 +338,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
 
         :raises HandshakeError: the port has no GID at the moment.
         :raises VerbsError: the device or the port cannot be queried.
+        :raises ClosedResourceError: the queue pair is closed.
         """
         context, settings = qp.handle.context, self._settings
         atomics = AtomicCap(context.attributes.atomic_cap)
@@ -340,6 +362,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
 
         :raises HandshakeError: the port has no GID at the moment; the reason is TEMPORARY.
         :raises VerbsError: the device or the port cannot be queried.
+        :raises ClosedResourceError: the queue pair is closed.
         """
         try:
             return qp.local_endpoint()
@@ -354,6 +377,9 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         :param handshake_messages: number of handshake messages that the peer has yet to send.
         :raises HandshakeError: the queue pair cannot be connected. The reason is TEMPORARY if another attempt may
             succeed, else DEVICE.
+        :raises ClosedResourceError: the queue pair was closed during the call.
+        :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
+        :raises VerbsError: connecting failed with a permanent error, and then the device could not be queried.
         """
         assert self._channel is not None
         self._peer = peer
@@ -399,7 +425,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         self._established = True
 
     async def open(self) -> "Connection":
-        """Return this connection itself, after checking that it is open. Called when its block is entered.
+        """Return this connection itself, after checking that it is open. ``async with`` calls this.
 
         Connections are opened by `connect`, `listen` and `serve`, not by this method.
 
@@ -415,16 +441,19 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
 
         Closing twice has no effect.
 
-        Waits until all sent messages are in the peer's memory, from which the peer can still receive them. This takes
-        at most ``close_timeout_s`` of the settings. After that time, or if this call is cancelled, messages that were
-        not delivered are lost and the peer's calls raise `BrokenResourceError`. Messages from the peer that this end
-        has not received yet are lost.
+        Before closing, this waits until all sent messages are in the peer's memory, from which the peer can still
+        receive them, but at most ``close_timeout_s`` of the settings. After that time, or if this call is cancelled,
+        messages that were not delivered are lost and the peer's calls raise `BrokenResourceError`. A cancelled call
+        closes the connection nevertheless. Messages from the peer that this end has not received yet are lost.
 
         If the event loop of the connection is closed, another loop may close the connection; no messages are delivered
         then. In a forked child this method does nothing: the connection belongs to the parent.
 
         :raises AffinityError: another running event loop owns the connection; nothing was done.
-        :raises VerbsError: a verb failed. The connection can be closed again.
+        :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain. The connection is
+            not closed, but no longer sends or receives: close it again.
+        :raises VerbsError: a verb failed. If the connection is not `closed`, it no longer sends or receives, but can be
+            closed again.
         """
         channel, owner = self._channel, self._lifecycle.owner
         try:
@@ -452,7 +481,10 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         The peer's calls raise `BrokenResourceError`. Closing twice has no effect.
 
         :raises AffinityError: another running event loop owns the connection; nothing was done.
-        :raises VerbsError: a verb failed. The connection can be closed again.
+        :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain. The connection is
+            not closed, but no longer sends or receives: close it again.
+        :raises VerbsError: a verb failed. If the connection is not `closed`, it no longer sends or receives, but can be
+            closed again.
         """
         await super().aclose()
 
@@ -492,7 +524,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
 
     @property
     def local_address(self) -> Address | None:
-        """Host and port of this end of the control channel (TCP or rdma_cm); None if that channel is closed.
+        """Host and port of this end of the control channel (TCP or rdma_cm); may be None after the channel has ended.
 
         :raises ClosedResourceError: the connection is closed.
         """
@@ -500,17 +532,17 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
 
     @property
     def remote_address(self) -> Address | None:
-        """Host and port of the peer's end of the control channel (TCP or rdma_cm); None if that channel is closed.
+        """Host and port of the peer's end of the control channel (TCP or rdma_cm); may be None after it has ended.
 
         :raises ClosedResourceError: the connection is closed.
         """
         return self._address("peername")
 
     def _address(self, which: str) -> Address | None:
-        """Return this end's address (``"sockname"``) or the peer's (``"peername"``); None if there is no open channel.
+        """Return an address of the control channel: this end's if `which` is ``"sockname"``, or the peer's if it is
+        ``"peername"``.
 
-        The addresses are those of the control channel.
-
+        :returns: the address; None if there is no control channel, or if `ControlChannel.address` returns None.
         :raises ClosedResourceError: the connection is closed.
         """
         self._check_open()
@@ -539,7 +571,8 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
     # ---- Messages
 
     def send(self, item: "Buffer", *, immediate: int | None = None) -> Coroutine[Any, Any, None]:
-        """Send a message. Returns an awaitable; when the await returns, the message is in flight and `item` may change.
+        """Send a message. This returns an awaitable; when the await returns, the message is in flight and `item` may be
+        changed.
 
         The await waits while the peer has no receive posted for the message, or while all send buffers are in flight.
         If it is cancelled, the peer receives no part of the message.
@@ -551,21 +584,27 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         :raises ClosedResourceError: the connection is closed; when awaited: `send_eof` was called.
         :raises ValueError: when awaited: the message is longer than the peer accepts, or `immediate` does not fit in 32
             bits.
+        :raises TypeError: when awaited: `item` is not a contiguous buffer, or `immediate` is not an integer.
         :raises AffinityError: when awaited: another event loop owns the connection; nothing was done.
+        :raises ConcurrentAccessError: when awaited: another thread is executing a verb on the same unlocked domain; the
+            peer receives no part of the message.
+        :raises VerbsError: when awaited: ``ibv_post_send`` failed; the peer receives no part of the message.
         """
         return self._open_channel().send(item, immediate)
 
     def receive(self) -> Coroutine[Any, Any, bytes]:
         """Wait for the next message. Its immediate data, if it has any, is dropped.
 
-        Returns an awaitable, which raises the exceptions below. A cancelled await loses no message.
+        This returns an awaitable, which raises the exceptions below. A cancelled await loses no message.
 
-        :returns: an awaitable that returns the message.
+        :returns: an awaitable that returns the message as bytes.
         :raises anyio.EndOfStream: the peer sends no more messages, and all that it sent were returned.
         :raises BrokenResourceError: the connection is broken.
         :raises ClosedResourceError: the connection is closed.
         :raises BusyResourceError: another task is already waiting for a message.
         :raises AffinityError: another event loop owns the connection; nothing was done.
+        :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain; no message is
+            lost.
         """
         return self._open_channel().receive()
 
@@ -575,7 +614,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         :returns: a tuple of the message and its immediate data, which is an integer in 0..2**32-1, or None if the peer
             sent no immediate data.
         :raises anyio.EndOfStream: the peer sends no more messages, and all that it sent were returned.
-        :raises Exception: the other exceptions of `receive`.
+        :raises Exception: any other exception that `receive` raises.
         """
         received: tuple[bytes, int | None] = await self._open_channel().receive(with_immediate=True)
         return received
@@ -583,11 +622,14 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
     async def send_eof(self) -> None:
         """Notify the peer that no more messages follow. This end can still receive. A second call has no effect.
 
-        Waits as `send` does. If the call is cancelled, the peer is not notified and messages can still be sent.
+        This waits in the same cases as `send`. If the call is cancelled or raises `ConcurrentAccessError` or
+        `VerbsError`, the peer is not notified and messages can still be sent.
 
         :raises BrokenResourceError: the connection is broken.
         :raises ClosedResourceError: the connection is closed.
         :raises AffinityError: another event loop owns the connection; nothing was done.
+        :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
+        :raises VerbsError: ``ibv_post_send`` failed.
         """
         channel = self._open_channel()
         channel.check_caller("send_eof")
@@ -606,8 +648,11 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         :raises GrantRevokedError: the peer has revoked the grant; nothing was done.
         :raises ClosedResourceError: the connection is closed.
         :raises AffinityError: another event loop owns the connection; nothing was done.
+        :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain; nothing was done.
         :raises BrokenResourceError: the connection is broken.
         :raises ValueError: an argument is out of range or has the wrong length; nothing was done.
+        :raises TypeError: `local` is not registered memory, or `remote` is not memory of the peer; nothing was done.
+        :raises VerbsError: ``ibv_post_send`` failed.
         :raises WorkCompletionError: when awaited: the request failed. The connection is then broken.
         """
         return self._qp_for("write").write(local, self._region_of(remote), fence=fence)
@@ -623,8 +668,13 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         :raises GrantRevokedError: the peer has revoked the grant; nothing was done.
         :raises ClosedResourceError: the connection is closed.
         :raises AffinityError: another event loop owns the connection; nothing was done.
+        :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain; nothing was done.
         :raises BrokenResourceError: the connection is broken.
+        :raises QueuePairStateError: the device of one end allows no requests of this kind in flight (``max_rd_atomic``
+            is 0); nothing was done.
         :raises ValueError: an argument is out of range or has the wrong length; nothing was done.
+        :raises TypeError: `local` is not registered memory, or `remote` is not memory of the peer; nothing was done.
+        :raises VerbsError: ``ibv_post_send`` failed.
         :raises WorkCompletionError: when awaited: the request failed. The connection is then broken.
         """
         return self._qp_for("read").read(local, self._region_of(remote), fence=fence)
@@ -642,8 +692,13 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         :raises GrantRevokedError: the peer has revoked the grant; nothing was done.
         :raises ClosedResourceError: the connection is closed.
         :raises AffinityError: another event loop owns the connection; nothing was done.
+        :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain; nothing was done.
         :raises BrokenResourceError: the connection is broken.
+        :raises QueuePairStateError: the device of one end allows no requests of this kind in flight (``max_rd_atomic``
+            is 0); nothing was done.
         :raises ValueError: an argument is out of range or has the wrong length; nothing was done.
+        :raises TypeError: `remote` is not memory of the peer, or a value is not an integer; nothing was done.
+        :raises VerbsError: ``ibv_post_send`` failed.
         :raises WorkCompletionError: when awaited: the request failed. The connection is then broken.
         """
         return self._qp_for("compare_and_swap").compare_and_swap(self._region_of(remote), compare, swap, fence=fence)
@@ -658,8 +713,13 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         :raises GrantRevokedError: the peer has revoked the grant; nothing was done.
         :raises ClosedResourceError: the connection is closed.
         :raises AffinityError: another event loop owns the connection; nothing was done.
+        :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain; nothing was done.
         :raises BrokenResourceError: the connection is broken.
+        :raises QueuePairStateError: the device of one end allows no requests of this kind in flight (``max_rd_atomic``
+            is 0); nothing was done.
         :raises ValueError: an argument is out of range or has the wrong length; nothing was done.
+        :raises TypeError: `remote` is not memory of the peer, or `add` is not an integer; nothing was done.
+        :raises VerbsError: ``ibv_post_send`` failed.
         :raises WorkCompletionError: when awaited: the request failed. The connection is then broken.
         """
         return self._qp_for("fetch_and_add").fetch_and_add(self._region_of(remote), add, fence=fence)
@@ -670,7 +730,8 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         """Write to memory that the peer granted, then send an empty message with immediate data.
 
         When the peer receives the message, the written bytes are in its memory. Like any other message, this one waits
-        for a credit. The call returns when the peer's device has acknowledged the written data.
+        for a credit. The call returns when the peer's device has acknowledged the written data. If the call is
+        cancelled or raises, the data may have been written, with or without the message.
 
         :param local: registered memory that is the source: a region, a slice, or a list of slices.
         :param remote: the peer's grant or a slice of it, of the same length as `local`.
@@ -680,7 +741,10 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         :raises BrokenResourceError: the connection is broken.
         :raises ClosedResourceError: the connection is closed, or `send_eof` was called.
         :raises ValueError: `immediate` does not fit in 32 bits, or `local` and `remote` differ in length.
+        :raises TypeError: an argument has the wrong type; nothing was done.
         :raises AffinityError: another event loop owns the connection; nothing was done.
+        :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
+        :raises VerbsError: ``ibv_post_send`` failed.
         :raises WorkCompletionError: the write failed. The connection is then broken.
         """
         channel = self._open_channel()
@@ -693,7 +757,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         await written
 
     def _region_of(self, remote: "RemoteRegion | RemoteGrant") -> RemoteRegion:
-        """Return the address, length and key of a grant, or of a slice of a grant.
+        """Return the address, length and key of a grant, or of a slice of a grant, as a `RemoteRegion`.
 
         :raises GrantRevokedError: the peer has revoked the grant.
         """
@@ -724,7 +788,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
     async def grant(self, local: RegionSlice | MemoryRegion, access: AccessFlags) -> Grant:
         """Let the peer access memory until the grant is revoked or the connection ends, and notify the peer.
 
-        Waits as `send` does. A cancelled call grants nothing.
+        This waits in the same cases as `send`. A call that is cancelled or raises grants nothing.
 
         If the region was registered with ``MW_BIND`` and the device supports it, a memory window of type 2 is bound to
         the memory, which only this connection's peer can use. Otherwise, and for parts of regions on soft-RoCE, which
@@ -735,11 +799,15 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         :param access: what the peer may do: any of ``REMOTE_READ``, ``REMOTE_WRITE`` and ``REMOTE_ATOMIC``.
         :returns: the grant, for `Grant.revoke`.
         :raises BrokenResourceError: the connection is broken.
-        :raises ClosedResourceError: the connection is closed, or `send_eof` was called.
-        :raises ValueError: `access` is empty or has other flags, `local` is empty, the region was not registered for
-            this access, or 65,535 grants already exist.
+        :raises ClosedResourceError: the connection or the region of `local` is closed.
+        :raises ValueError: `access` is empty or has other flags, `local` is empty, or 65,535 grants already exist,
+            including revoked ones that the peer has not acknowledged yet.
+        :raises BufferError: the memory is read-only, and `access` permits writes or atomics.
+        :raises WorkCompletionError: a memory window cannot be bound, such as for writes to a region that lacks
+            ``LOCAL_WRITE``. The connection is then broken.
         :raises VerbsError: the device cannot bind a window or register the memory.
         :raises AffinityError: another event loop owns the connection; nothing was done.
+        :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
         """
         self._check_open()
         assert self._grants is not None
@@ -750,8 +818,8 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
 
         A cancelled call loses no grant.
 
-        A grant that the peer has already revoked is returned as well, with ``revoked`` set to True. If the peer makes
-        very many grants that this end does not receive, the oldest revoked ones are dropped.
+        A grant that the peer has already revoked is returned as well, with ``revoked`` set to True. While twice
+        ``max_grants`` of the settings wait to be received, each new grant replaces the oldest revoked one.
 
         :returns: the grant, for `read`, `write` and the atomics. The caller does not have to release it.
         :raises anyio.EndOfStream: the peer closed the connection or called `send_eof`, and all its grants were
@@ -779,15 +847,19 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
 
 
 def on_closed(connection: Connection, callback: Callable[[], object]) -> None:
-    """Set the callback that is called without arguments when an open connection is closed; replace an earlier one."""
+    """Set the function that is called without arguments when the connection, which is open, is closed. This replaces
+    the `callback` of an earlier call.
+    """
     assert connection._monitor is not None
     connection._monitor.closed_callback = callback
 
 
 async def _retry_while_busy(call: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Await `call()`, again and again while another thread is inside a verb on the same unlocked domain.
+    """Await `call()`, and repeat that as long as it raises `ConcurrentAccessError` because another thread is executing
+    a verb on the same unlocked domain.
 
-    :raises Exception: the exceptions of `call`, except for `ConcurrentAccessError`.
+    :param call: function that returns a new coroutine each time.
+    :raises Exception: whatever the coroutine raises, except for `ConcurrentAccessError`.
     """
     while True:
         with contextlib.suppress(ConcurrentAccessError):

@@ -58,7 +58,7 @@ class Credits:
         return owed
 
     def undo_take(self, returned: int) -> None:
-        """Undo a call of `take`, because the message was not sent.
+        """Undo a call to `take`, because the message was not sent.
 
         :param returned: number that `take` returned.
         """

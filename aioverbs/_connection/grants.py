@@ -31,6 +31,7 @@ _NUMBER_COUNT = 1 << 16
 def has_windows(context: handles.Context) -> bool:
     """Return whether a device has memory windows of type 2.
 
+    :param context: context of the device.
     :raises VerbsError: the device cannot be queried.
     """
     return bool(context.attributes.device_cap_flags & _WINDOW_FLAGS)
@@ -43,6 +44,7 @@ def _can_use_window(context: handles.Context, memory: RegionSlice) -> bool:
 
     :param context: context of the device.
     :param memory: the memory to grant.
+    :raises VerbsError: the device cannot be queried.
     """
     if not has_windows(context) or not memory.region.access & AccessFlags.MW_BIND:
         return False
@@ -51,7 +53,7 @@ def _can_use_window(context: handles.Context, memory: RegionSlice) -> bool:
 
 
 class Grant:
-    """Memory of this end that the peer may access. Made by `Connection.grant`.
+    """Memory of this end that the peer may access. Use `Connection.grant` to create one.
 
     ``async with`` gives the grant itself and revokes it at the end of the block.
 
@@ -86,14 +88,16 @@ class Grant:
         """Revoke the grant. When this method returns, no access by the peer is in flight and none can follow.
 
         First the peer is asked to stop and completes its accesses in flight, so that nothing else on the connection is
-        disturbed. Then the key is invalidated. It is also invalidated if the peer does not acknowledge within
-        `timeout_s`, or if this call is cancelled; if the peer then uses the key, its device gets an error and the
-        connection breaks. Revoking twice has no effect.
+        disturbed. Then the key is invalidated. The key is also invalidated if this call is cancelled, or, without an
+        exception, if the peer does not acknowledge within `timeout_s`; if the peer then uses the key, its device gets
+        an error and the connection breaks. Revoking twice has no effect.
 
         :param timeout_s: how long to wait for the peer's acknowledgement, in seconds.
         :raises AffinityError: another event loop owns the connection; nothing was done.
         :raises BrokenResourceError: the connection is broken; the key is invalidated.
         :raises ClosedResourceError: the connection is closed; the key is invalidated.
+        :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain. The key is still
+            valid: revoke the grant again.
         :raises VerbsError: the key could not be invalidated; the connection breaks.
         """
         await self._grants.revoke(self, timeout_s)
@@ -117,7 +121,7 @@ class Grant:
 class RemoteGrant:
     """Memory of the peer that this end may access until the peer revokes the grant.
 
-    Made by `Connection.receive_grant`. Slices select parts: ``grant[8:16]`` is a `RemoteRegion` of 8 bytes. The
+    Returned by `Connection.receive_grant`. Slices select parts: ``grant[8:16]`` is a `RemoteRegion` of 8 bytes. The
     attribute ``revoked`` becomes True when the peer asks this end to stop using the memory.
 
     :param remote: address, length and key of the memory.
@@ -173,12 +177,13 @@ class Grants:
     # ---- Grants of this end
 
     async def grant(self, owner: Resource, memory: RegionSlice, access: AccessFlags) -> Grant:
-        """Let the peer access memory, and notify the peer: see `Connection.grant` for the details and exceptions.
+        """Let the peer access memory, and notify the peer: see `Connection.grant` for the details.
 
         :param owner: the connection, which owns the new memory window or registration.
         :param memory: the memory to grant.
         :param access: what the peer may do.
         :returns: the grant.
+        :raises Exception: whatever `Connection.grant` raises.
         """
         self._channel.check_caller("grant")
         access = AccessFlags(access)
@@ -206,7 +211,8 @@ class Grants:
     def _next_number(self) -> int:
         """Return a number, 0..65535, that no existing grant of this end has.
 
-        :raises ValueError: this end has 65,535 grants already.
+        :raises ValueError: this end has 65,535 grants already, including revoked ones that the peer has not
+            acknowledged yet.
         """
         if len(self._local_grants) >= _NUMBER_COUNT - 1:
             raise ValueError("the connection already has 65,535 grants, the maximum: revoke some")
@@ -227,7 +233,10 @@ class Grants:
         :param access: what the peer may do.
         :returns: the window or registration, which the caller closes, and the address, length and key for the peer.
         :raises VerbsError: the device cannot bind a window or register the memory.
-        :raises ValueError: the region was not registered for this access.
+        :raises WorkCompletionError: the window cannot be bound, such as for writes to a region that lacks
+            ``LOCAL_WRITE``. The queue pair is then broken.
+        :raises BufferError: the memory is read-only, and `access` permits writes or atomics.
+        :raises Exception: any other exception that `MemoryRegion.open` or `QueuePair.bind_window` raises.
         """
         if _can_use_window(self._base.context, memory):
             window = await open_part(MemoryWindow(owner, self._base, MwType.TYPE_2))
@@ -244,10 +253,11 @@ class Grants:
         return region, region.remote()
 
     async def revoke(self, grant: Grant, timeout_s: float) -> None:
-        """Ask the peer to stop using a grant, then close its key: see `Grant.revoke` for the exceptions.
+        """Ask the peer to stop using a grant, then close the key of the grant: see `Grant.revoke` for the details.
 
         :param grant: the grant. Nothing is done if it has already been revoked.
         :param timeout_s: how long to wait for the peer's acknowledgement, in seconds.
+        :raises Exception: whatever `Grant.revoke` raises.
         """
         self._channel.check_caller("revoke")  # first, because from here on the key is closed in every case
         key = grant._key
@@ -271,12 +281,14 @@ class Grants:
             acknowledged.result()
 
     async def _close_key(self, key: MemoryWindow | MemoryRegion) -> None:
-        """Close the memory window or registration of a grant, which invalidates the key. On failure the channel breaks.
+        """Close the memory window or registration of a grant, which invalidates the key.
 
         A verb does this, as a local-invalidate request would wait in the send queue behind messages that the peer may
         take any length of time to acknowledge.
 
         :raises VerbsError: the verb failed. The channel is then broken.
+        :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain. The key stays
+            valid.
         """
         try:
             await key.aclose()
@@ -287,9 +299,10 @@ class Grants:
     # ---- Grants of the peer
 
     async def receive(self) -> RemoteGrant:
-        """Wait for the next grant from the peer: see `Connection.receive_grant` for the exceptions.
+        """Wait for the next grant from the peer.
 
         :returns: the grant, which the peer may have revoked already.
+        :raises Exception: whatever `Connection.receive_grant` raises.
         """
         self._channel.check_caller("receive_grant")
         while not self._unread:
@@ -348,7 +361,10 @@ class Grants:
     def _on_grant(self, number: int, notice: GrantNotice) -> None:
         """Store a new grant from the peer, which `receive` returns later.
 
-        :raises ValueError: the number is in use, or the peer has made more than `max_grants` grants.
+        If twice `max_grants` grants wait for `receive`, drop the oldest revoked one of them.
+
+        :raises ValueError: the number is in use, `max_grants` grants of the peer exist already, or REVOKED was not sent
+            yet for an earlier grant with this number.
         """
         if number in self._remote_grants or len(self._remote_grants) >= self._max_grants:
             raise ValueError(f"the peer made grant {number}, which already exists or exceeds {self._max_grants} grants")
@@ -364,13 +380,16 @@ class Grants:
         self.wake()
 
     def wake(self) -> None:
-        """Wake the callers of `receive` that wait for a grant."""
+        """Wake the callers of `receive` that are waiting for a grant."""
         wake(self._waiter)
 
     def fail(self, error: Exception) -> None:
-        """Fail the callers of `revoke` and `receive` that wait for the peer. Called when no more frames can arrive.
+        """Fail the callers of `revoke` and `receive` that are waiting for the peer.
 
-        :param error: exception to raise in callers of `revoke`. Callers of `receive` raise that of the channel.
+        This is called when no more frames can arrive.
+
+        :param error: exception to raise in callers of `revoke`. In callers of `receive`, the exception that
+            `MessageChannel.closed_error` returns is raised.
         """
         for acknowledged in self._local_grants.values():
             if acknowledged is not None and not acknowledged.done() and not acknowledged.get_loop().is_closed():

@@ -182,7 +182,10 @@ class Offer:
             raise ValueError(f"`max_message` must be from 1 to 2**64 - 1 bytes, got {self.max_message}")
 
     def pack(self) -> bytes:
-        """Return the encoded body of an OFFER message, without its header and proof."""
+        """Return the encoded body of an OFFER message, without its header and proof.
+
+        The name of the device is cut off after 64 bytes.
+        """
         name = self.device.encode()[:_MAX_NAME_BYTES]
         return (
             _OFFER.pack(
@@ -202,8 +205,8 @@ class Offer:
         """Decode the body of an OFFER message.
 
         :param body: the message without its header.
-        :param proof_bytes: length of the proof at its end; 0 if there is no secret.
-        :returns: the offer and the proof, which is not checked here.
+        :param proof_bytes: length in bytes of the proof at the end of the body; 0 if there is no secret.
+        :returns: a tuple of the offer and the proof, which is not checked here.
         :raises HandshakeError: the body is not valid.
         """
         if len(body) < _OFFER.size:
@@ -240,7 +243,12 @@ class Reject:
     text: str = ""
 
     def pack(self) -> bytes:
-        """Return the encoded message, header included. The encoding is the same in every version."""
+        """Return the encoded message, header included. The encoding is the same in every version.
+
+        The text is cut off after 200 bytes.
+
+        :raises struct.error: the number of the reason does not fit in 16 bits.
+        """
         return _encode(MessageType.REJECT, struct.pack("!H", self.reason) + self.text.encode()[:_MAX_TEXT_BYTES])
 
     @classmethod
@@ -272,7 +280,7 @@ def body_size(header: bytes) -> int:
     """Return the number of bytes that follow the header of a handshake message.
 
     :param header: the header, `HEADER_BYTES` bytes.
-    :raises HandshakeError: the header is not valid, or its message is too long.
+    :raises HandshakeError: the header is not valid, or the whole message is longer than `MAX_MESSAGE_BYTES`.
     """
     if len(header) != HEADER_BYTES:
         raise _protocol_error(f"a header must have {HEADER_BYTES} bytes, got {len(header)}")
@@ -290,7 +298,7 @@ def parse(data: bytes) -> tuple[MessageType, int, bytes]:
 
     :param data: one whole message, header included.
     :returns: a tuple of the type, the version and the body, which is not decoded.
-    :raises HandshakeError: the message is not valid.
+    :raises HandshakeError: the header or the length of the message is not valid, or the type is unknown.
     """
     size = body_size(data[:HEADER_BYTES])
     if len(data) != HEADER_BYTES + size:

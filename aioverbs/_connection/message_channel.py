@@ -103,7 +103,7 @@ class MessageChannel:
                                                    user calls receive(): credit is owed
         adds the credits                  <-       next message, or CREDITS, returns what is owed
 
-    Before the call of `start`, messages are sent and received unframed: they are the handshake over a queue pair that
+    Before `start` is called, messages are sent and received unframed: they are the handshake over a queue pair that
     rdma_cm connected.
 
     Methods that the user calls check first that the owner's event loop is running, because neither the credits nor
@@ -181,6 +181,7 @@ class MessageChannel:
 
         :param operation: name of the caller's method, for the error message.
         :raises AffinityError: another event loop or none is running in this thread.
+        :raises ForkedProcessError: the connection was made in the process that this one was forked from.
         """
         self._owner.check(self, operation)
 
@@ -188,6 +189,7 @@ class MessageChannel:
         """Post all receives to the queue pair, which the caller has moved to INIT.
 
         :raises VerbsError: a receive cannot be posted.
+        :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
         """
         for receive in self._receives:
             _ = receive_into(self.qp, self.inbox, receive)  # the inbox gets the result
@@ -209,7 +211,7 @@ class MessageChannel:
         self._max_message = max_message
 
     def statistics(self) -> ConnectionStatistics:
-        """Return the current counters, a `ConnectionStatistics`."""
+        """Return the current counters, a `ConnectionStatistics`. All are 0 before `start` is called."""
         credit = self._credits
         free, owed = (credit.available, credit.owed) if credit is not None else (0, 0)
         return ConnectionStatistics(self.messages_sent, self.messages_received, free, owed, self.waits, self.updates)
@@ -237,7 +239,7 @@ class MessageChannel:
     def _end_queue_pair(self) -> None:
         """Move the queue pair to ERR, unless it is broken or closed. If a thread is inside a verb, do so later.
 
-        Called after all waiting callers were notified, so a delay does no harm.
+        This is called after all waiting callers were notified, so a delay does no harm. Errors are ignored.
         """
         try:
             work = qp_work_state_of(self.qp)
@@ -260,7 +262,7 @@ class MessageChannel:
         self._wake_all()
 
     def _wake_all(self) -> None:
-        """Drop the incomplete message, wake the sender that waits for a credit, and call `on_end`."""
+        """Drop the incomplete message, wake the sender that is waiting for a credit, and call `on_end`."""
         self._assembly.drop()
         self._wake()
         self.on_end()
@@ -283,7 +285,8 @@ class MessageChannel:
     def closed_error(self) -> Exception:
         """Return the exception for calls on a channel that is closed or broken.
 
-        A `ClosedResourceError` if this end closed the channel, else the exception that `fail` set.
+        :returns: the exception that `fail` set; a new `ClosedResourceError` if this end has closed the channel, or if
+            `fail` was never called.
         """
         return ClosedResourceError("the connection was closed") if self.closed or not self.broken else self.broken
 
@@ -309,8 +312,9 @@ class MessageChannel:
         """Handle the completion of a receive, and post the receive again. Fail the channel if the protocol is violated.
 
         :param received: the completed receive.
-        :returns: a complete message for the caller of `receive`, as bytes or a `MessageWithImmediate`; None if there is
-            none.
+        :returns: a complete message for the caller of `receive`, as bytes or a `MessageWithImmediate`, or a message of
+            the handshake for the caller of `receive_handshake`, as bytes; None if there is none.
+        :raises VerbsError: the receive cannot be posted again.
         """
         receive = cast(_Receive, received.local)
         immediate = received.immediate
@@ -343,9 +347,12 @@ class MessageChannel:
     def _on_handshake_message(self, receive: _Receive, length: int) -> bytes | None:
         """Copy an unframed message of the handshake, and post its receive again.
 
+        If 4 messages are already waiting for `receive_handshake`, fail the channel instead.
+
         :param receive: memory of the receive.
         :param length: length of the message in bytes.
-        :returns: the copy; None if the peer has sent too many messages, so that the channel was failed.
+        :returns: the copy; None if the channel was failed.
+        :raises VerbsError: the receive cannot be posted again.
         """
         if len(self.inbox) >= _HANDSHAKE_MESSAGES:
             self.fail(f"protocol violation: the peer sent more than the {_HANDSHAKE_MESSAGES} messages of a handshake")
@@ -356,7 +363,10 @@ class MessageChannel:
         return data
 
     def _post(self, receive: _Receive) -> None:
-        """Post a receive; later if a thread is inside a verb, and never if the queue pair is closed or broken."""
+        """Post a receive; later if a thread is inside a verb, and never if the queue pair is closed or broken.
+
+        :raises VerbsError: the receive cannot be posted.
+        """
         try:
             _ = receive_into(self.qp, self.inbox, receive)  # the inbox gets the result
         except ConcurrentAccessError:  # another thread is inside a verb: retry soon
@@ -396,7 +406,14 @@ class MessageChannel:
         return None
 
     def _add_fragment(self, view: memoryview, flags: int, number: int) -> object:
-        """Add a fragment to a user message. The return values and exceptions are those of `_handle_frame`."""
+        """Add a fragment to a user message.
+
+        :param view: bytes of the fragment.
+        :param flags: flags of its header.
+        :param number: number in its header, which must be 0.
+        :returns: the same as `_handle_frame`.
+        :raises ValueError: the fragment violates the protocol.
+        """
         if self.eof_received:
             raise ValueError("the peer sent a message after END")
         if number:
@@ -413,13 +430,14 @@ class MessageChannel:
         """Wait for the next user message. A cancelled call loses no message.
 
         :param with_immediate: True to return the immediate data as well.
-        :returns: the message; if `with_immediate`, a tuple of the message and its immediate data, which is None if the
-            message has none.
+        :returns: the message as bytes; if `with_immediate`, a tuple of the message and its immediate data, which is
+            None if the message has none.
         :raises anyio.EndOfStream: the peer sends no more messages, and all that it sent were returned.
         :raises BusyResourceError: another task is already waiting for a message.
         :raises BrokenResourceError: the channel is broken.
         :raises ClosedResourceError: the channel is closed.
         :raises AffinityError: another event loop owns the connection.
+        :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
         """
         self._owner.check(self, "receive")
         if self._receive_pending:
@@ -456,6 +474,8 @@ class MessageChannel:
 
         :returns: the message, header included.
         :raises BrokenResourceError: the peer is gone, or the channel broke for another reason.
+        :raises ClosedResourceError: this end closed the channel.
+        :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
         """
         try:
             return cast(bytes, await self.inbox.__anext__())
@@ -486,15 +506,15 @@ class MessageChannel:
             del self._pending_controls[immediate]
 
     def _send_credit_update(self) -> None:
-        """Send a message of kind CREDITS if this end owes enough credits: see `Credits.update_due`."""
+        """Send a message of kind CREDITS if `Credits.update_due` is True; otherwise do nothing."""
         assert self._credits is not None
         if self._credits.update_due and self._send_control(header(FrameKind.CREDITS), False, self._send_credit_update):
             self.updates += 1
 
     def send_control(self, kind: FrameKind, number: int = 0, *, fence: bool = False) -> None:
-        """Send a control message without bytes, now or as soon as a credit is available.
+        """Send a control message that has no payload, now or as soon as a credit is available.
 
-        Does not wait until the message is sent, and reports no errors.
+        This does not wait until the message is sent, and reports no errors.
 
         :param kind: kind of the message.
         :param number: number of the grant, 0..65535.
@@ -508,7 +528,7 @@ class MessageChannel:
         return header(kind, 0, 0, number) in self._pending_controls
 
     def _send_control(self, immediate: int, fence: bool, retry: Callable[[], None]) -> bool:
-        """Send a control message without bytes. The caller has checked that a credit is available.
+        """Send a control message that has no payload. The caller has checked that a credit is available.
 
         :param immediate: header of the message, without the number of credits.
         :param fence: True to send it only when all earlier reads and atomics are done (IBV_SEND_FENCE).
@@ -548,7 +568,9 @@ class MessageChannel:
         requests.append(operation)
 
     async def _wait_for_credit(self, reserved: int) -> None:
-        """Wait until more than `reserved` credits are available. The caller holds the channel's lock.
+        """Wait until more than `reserved` credits are available. No credit is used.
+
+        The caller holds the channel's lock.
 
         :raises BrokenResourceError: the channel is broken.
         :raises ClosedResourceError: the channel is closed.
@@ -586,7 +608,9 @@ class MessageChannel:
         """Send a message of the handshake, and wait until the peer's device acknowledges it.
 
         :param data: the message, header included.
-        :raises BrokenResourceError: the peer's device does not acknowledge the message.
+        :raises BrokenResourceError: the peer's device does not acknowledge the message. The channel is then broken.
+        :raises ClosedResourceError: the channel is closed.
+        :raises Exception: any other exception that `QueuePair.send` raises.
         """
         buffer = self._buffers.take()
         assert buffer is not None  # no user message is in flight yet
@@ -601,8 +625,8 @@ class MessageChannel:
     async def send(self, data: "Buffer", immediate: int | None = None) -> None:
         """Send a user message. When this method returns, the message is in flight and `data` may be changed.
 
-        Waits while no credit or no send buffer is free. If the call is cancelled, the peer receives no part of the
-        message.
+        This waits until a credit and a send buffer are available for each fragment. If the call is cancelled or raises,
+        the peer receives no part of the message.
 
         :param data: the message, a contiguous buffer.
         :param immediate: the user's immediate data, 0..2**32-1; None for no immediate data.
@@ -610,6 +634,9 @@ class MessageChannel:
         :raises BrokenResourceError: the channel is broken.
         :raises ClosedResourceError: the channel is closed, or END was sent.
         :raises AffinityError: another event loop owns the connection.
+        :raises TypeError: `data` is not a contiguous buffer, or `immediate` is not an integer.
+        :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
+        :raises VerbsError: ``ibv_post_send`` failed.
         """
         self._owner.check(self, "send")
         if type(data) is not bytes:
@@ -636,7 +663,9 @@ class MessageChannel:
     async def _send_slowly(self, data: memoryview, immediate: int | None) -> None:
         """Send a user message that has several fragments or immediate data, or that has to wait.
 
-        :raises Exception: the exceptions of `send`.
+        :param data: the message.
+        :param immediate: the user's immediate data, 0..2**32-1; None for no immediate data.
+        :raises Exception: whatever `send` raises.
         """
         if immediate is not None:
             check_immediate(immediate)
@@ -664,16 +693,19 @@ class MessageChannel:
             self.messages_sent += 1
 
     async def send_frame(self, kind: FrameKind, number: int = 0, data: bytes = b"", *, last: bool = False) -> None:
-        """Send a control message after all user messages sent before it. A cancelled call has sent nothing.
+        """Send a control message after all user messages sent before it.
 
-        Waits while no credit or no send buffer is free. END is sent only once: further calls do nothing.
+        This waits until a credit and a send buffer are available. If the call is cancelled or raises, nothing is sent.
+        END is sent only once; further calls with END do nothing.
 
         :param kind: kind of the message.
-        :param number: number of the grant, 0..65535.
-        :param data: bytes of the message, at most `fragment_size`.
+        :param number: number of the grant, 0..65535; 0 for kinds that concern no grant.
+        :param data: payload of the message, at most `fragment_size` bytes, which is not checked.
         :param last: True if this end has no more credits to return, so that even the reserved credit may be used.
         :raises BrokenResourceError: the channel is broken.
         :raises ClosedResourceError: the channel is closed.
+        :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
+        :raises Exception: any other exception that `QueuePair.send` raises, such as `VerbsError`.
         """
         async with self._lock:
             if kind is FrameKind.END and self.eof_sent:
@@ -694,6 +726,7 @@ class MessageChannel:
         :param reserved: number of credits to leave for other messages.
         :raises BrokenResourceError: the channel is broken.
         :raises ClosedResourceError: the channel is closed.
+        :raises Exception: any other exception that `QueuePair.send` raises; nothing was posted.
         """
         await self._wait_for_credit(reserved)
         buffer = self._buffers.take()
@@ -717,7 +750,7 @@ class MessageChannel:
         :param buffer: the buffer, which the caller took from the free ones.
         :param length: number of bytes to send.
         :param immediate: header of the message, without the number of credits.
-        :raises Exception: the exceptions of `QueuePair.send`.
+        :raises Exception: whatever `QueuePair.send` raises.
         """
         credit = self._credits
         assert credit is not None
@@ -742,11 +775,15 @@ class MessageChannel:
             device does not answer.
         :raises ClosedResourceError: the queue pair is closed.
         :raises BrokenResourceError: the queue pair is in ERR.
+        :raises Exception: any other exception that `QueuePair.write` raises.
         """
         return self.qp.write(self._empty_slice, _NULL_REMOTE)
 
     def send_keepalive(self) -> None:
-        """Post a probe without waiting for it. If the peer's device does not answer, the queue pair goes to ERR."""
+        """Post a probe without waiting for it. If the peer's device does not answer, the queue pair goes to ERR.
+
+        If the probe cannot be posted, nothing is done.
+        """
         try:
             keepalive = self.probe()
         except ConcurrentAccessError:
@@ -758,8 +795,9 @@ class MessageChannel:
     async def wait_delivered(self) -> None:
         """Wait until all sent messages are in the peer's memory. The time is not limited here.
 
-        :raises BrokenResourceError: the peer's device does not acknowledge them.
+        :raises BrokenResourceError: the peer's device does not acknowledge the messages. The channel is then broken.
         :raises ClosedResourceError: the channel is closed.
+        :raises Exception: any other exception that `probe` raises, such as `ConcurrentAccessError`.
         """
         try:
             await self.probe()

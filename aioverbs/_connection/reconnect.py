@@ -40,11 +40,12 @@ def reconnect(
             except anyio.BrokenResourceError:
                 continue
 
-    A connection is closed when the next one is requested, or when the loop ends because of ``break`` or an error.
-    Before each further attempt to connect, the iterator waits as `backoff` says. The waits begin anew after a
-    connection that lasted for `steady_s`. When `backoff` allows no further attempt, the last attempt's error is raised;
-    if the last attempt succeeded, the loop ends. The event loop that requests the first connection owns the iterator,
-    even if any loop may use the domain.
+    A connection is closed when the next one is requested, or when the iterator is closed or garbage-collected, as after
+    a ``break`` or an exception in the loop body. Before each further attempt to connect, the iterator waits as
+    `backoff` says. The waits begin anew after a connection that lasted for `steady_s`. When `backoff` allows no further
+    attempt, the exception of the last attempt is raised; if the last attempt succeeded, the loop ends. The event loop
+    that requests the first connection owns the iterator, even if any loop may use the domain. The call itself raises
+    only the `ValueError` that `connect` raises for an invalid argument.
 
     :param host: address or name at which the peer listens.
     :param port: port at which the peer listens, 1..65535.
@@ -54,10 +55,13 @@ def reconnect(
     :returns: an async iterator of open connections. It closes them; the caller does not have to.
     :raises AffinityError: another event loop owns the domain or requested the first connection; nothing was done.
     :raises HandshakeError: one end refuses the other for a permanent reason: the version, secret, protocol or device.
-    :raises OSError: the last attempt that `backoff` allows failed; this is the error of that attempt.
+    :raises OSError: the last attempt that `backoff` allows failed; this is the exception of that attempt. Or, as
+        `VerbsError`: a connection cannot be closed.
     :raises TimeoutError: the last attempt that `backoff` allows took too long.
     :raises BrokenResourceError: the peer went away during the last attempt that `backoff` allows.
     :raises ValueError: an argument of `connect` is not valid.
+    :raises Exception: any other exception that `connect` raises, such as `ClosedResourceError`, after which there is no
+        further attempt.
     """
     peer, connecting = f"{host}:{port}", connect(host, port, **options)
     connections = _connections(connecting, peer, backoff if backoff is not None else Backoff(), steady_s)
@@ -70,17 +74,17 @@ async def _connections(
 ) -> AsyncGenerator[Connection, None]:
     """Yield open connections to `peer`, and close each one when the next is requested.
 
-    Ends when `policy` allows no further attempt and the last one succeeded.
+    The iteration ends when `policy` allows no further attempt and the last attempt succeeded.
 
     :param connecting: makes a connection each time it is awaited.
     :param peer: description of the peer for logs.
     :param policy: waits between attempts.
     :param steady_s: time in seconds that a connection has to last for the waits to begin anew.
     :raises HandshakeError: one end refuses the other for a permanent reason.
-    :raises OSError: the last attempt that `policy` allows failed.
+    :raises OSError: the last attempt that `policy` allows failed; or, as `VerbsError`, a connection cannot be closed.
     :raises BrokenResourceError: the peer went away during the last attempt that `policy` allows.
-    :raises Exception: other exceptions of `connect`, such as `ClosedResourceError`, after which there is no further
-        attempt.
+    :raises Exception: any other exception that `connect` raises, such as `ClosedResourceError`, after which there is no
+        further attempt.
     """
     rng = random.Random()
     waits = policy.waits(rng)

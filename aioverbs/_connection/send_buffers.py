@@ -59,11 +59,12 @@ class SendBuffers:
     async def wait(self, probe: Callable[[], Operation[None]]) -> None:
         """Wait until at least one buffer in flight is free again. Only one task at a time may wait.
 
-        Awaits the oldest send in flight.
+        This awaits the oldest send in flight.
 
         :param probe: function that posts a request that completes after all earlier sends. That request is awaited
             instead if a cancelled caller has already awaited the send, as an operation can be awaited only once.
-        :raises WorkCompletionError: the send or the probe failed.
+        :raises WorkCompletionError: the send or the probe completed with an error.
+        :raises Exception: whatever `probe` raises.
         """
         operation = self._in_flight[0][0]
         if operation is self._awaited:

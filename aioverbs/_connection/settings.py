@@ -85,6 +85,9 @@ class ConnectionSettings:
     def repetitions(self, *, software: bool) -> QpAttrs:
         """Return the ``timeout`` and ``retry_cnt`` for ibv_modify_qp that follow from `keep_alive_s`.
 
+        If `keep_alive_s` is None, requests on the software device have no time limit, and those on other devices have
+        the library's default limits.
+
         :param software: whether the queue pair belongs to the software device. If so, all retries together take at
             least `keep_alive_s`. On other devices they take at most half of `keep_alive_s`: a probe is sent in the
             first half, and its failure is detected in the second.

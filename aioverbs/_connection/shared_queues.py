@@ -23,12 +23,14 @@ _UNLIMITED = 1 << 30
 async def lease_block(domain: Domain, settings: ConnectionSettings) -> LeasedBuffer:
     """Lease memory for all buffers of a connection from a pool that the connections of a protection domain share.
 
-    Makes the pool if there is none for this size; the pool is closed together with the domain.
+    If there is no pool for this size, make one. The pool is closed together with the domain.
 
     :returns: a buffer of ``settings.block_size`` bytes, to be released by the caller.
     :raises MemoryError: no memory is left.
+    :raises OSError: the process cannot map that much memory.
     :raises VerbsError: the device cannot register the memory.
     :raises ClosedResourceError: the domain is not open.
+    :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
     """
     size = settings.block_size
     key = "buffers of connections", size
@@ -56,9 +58,9 @@ class _QueueSet:
         self._broken: list[CompletionQueue] = []  # broken queues, each closed after its last queue pair
 
     def find(self, completions: int) -> CompletionQueue | None:
-        """Return a usable queue that has room for one more connection; None if there is none.
+        """Return a usable queue that has room for one more connection; None if there is no such queue.
 
-        If there is none, broken and closed queues are removed from the set.
+        If there is no such queue, broken and closed queues are removed from the set.
 
         :param completions: number of completions that the connection needs room for.
         """
@@ -78,8 +80,8 @@ class _QueueSet:
     def _close_broken(self) -> None:
         """Close the broken queues that no queue pair uses any longer.
 
-        A queue that cannot be closed now, for example because another thread is inside a verb, is left for the next
-        call.
+        A background task on the running loop does the rest of closing. A queue that the running loop may not close is
+        left for the next call.
         """
         for cq in tuple(self._broken):
             if not cq.statistics().children:
@@ -103,9 +105,13 @@ async def completion_queue_for(domain: Domain, settings: ConnectionSettings) -> 
     """Return a completion queue of the running loop that has room for one more connection. Make one if necessary.
 
     :returns: an open queue, which other connections share. It is closed together with the domain, not by the caller.
-    :raises ValueError: ``spin_ns`` of the settings is out of range, or the domain's awaits do not poll.
+    :raises ValueError: ``spin_ns`` of the settings is out of range, the domain's awaits do not poll, or the device
+        supports no queue of the required depth.
     :raises VerbsError: the device has no completion queue left.
+    :raises OSError: the process has no file descriptor left.
     :raises ClosedResourceError: the domain is not open.
+    :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
+    :raises RuntimeError: no asyncio event loop is running.
     """
     needed = settings.completions
     queues = shared_resources_of(domain).setdefault(

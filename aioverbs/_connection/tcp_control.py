@@ -24,8 +24,8 @@ class TcpControlChannel(asyncio.Protocol):
     If the process dies, even by SIGKILL, the kernel closes the connection. This holds even if the process has forked,
     because its children do not inherit the socket.
 
-    Made by `connect_tcp` and `accept_tcp`. The attribute `error` is the exception that ended the connection; None if it
-    has not ended.
+    Use `connect_tcp` or `accept_tcp` to create one. The attribute `error` is the exception that ended the connection;
+    None if the connection has not ended.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,8 @@ class TcpControlChannel(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Buffer data that the peer sent for the handshake. After the handshake, fail and abort the connection instead.
 
-        Data after the handshake violates the protocol.
+        Data after the handshake violates the protocol. If more than 1,024 bytes are buffered, the transport stops
+        reading for good.
         """
         self.has_received = True
         if self._on_lost is not None:
@@ -75,7 +76,9 @@ class TcpControlChannel(asyncio.Protocol):
             self._closed.set_result(None)
 
     def _fail(self, error: Exception) -> None:
-        """Store an error, and report it to the waiting caller and the callback of `watch`. Ignore further errors."""
+        """Store the exception `error`, and report it to the caller of `receive` and the callback of `watch`. If an
+        exception is already stored, do nothing.
+        """
         if self.error is not None:
             return
         self.error = error
@@ -129,7 +132,7 @@ class TcpControlChannel(asyncio.Protocol):
 
         It is called immediately if the connection is already lost, or if the peer has sent data after the handshake.
 
-        :param on_lost: called with the cause.
+        :param on_lost: called with an `Exception`, the cause.
         """
         self._on_lost = on_lost
         if self.error is not None:
@@ -142,12 +145,18 @@ class TcpControlChannel(asyncio.Protocol):
         self._on_lost = lambda _: None
 
     def address(self, which: str) -> Address | None:
-        """Return the local address for ``"sockname"``, the peer's for ``"peername"``; None if not connected."""
+        """Return the local address if `which` is ``"sockname"``, or the peer's if it is ``"peername"``.
+
+        :returns: the address; None before the connection is made. After its end, the address without TLS, None with it.
+        """
         found = self._transport.get_extra_info(which) if self._transport is not None else None
         return cast("Address | None", found)
 
     def abort(self) -> None:
-        """Close the connection at once, without sending buffered data. Closing twice has no effect."""
+        """Close the connection at once, without sending buffered data. Closing twice has no effect.
+
+        If the event loop is closed, only the socket is shut down; in a forked child, nothing is done.
+        """
         if self._transport is not None and not self._abandon_if_loop_gone():
             self._transport.abort()
 
@@ -169,7 +178,10 @@ class TcpControlChannel(asyncio.Protocol):
         return True
 
     async def aclose(self) -> None:
-        """Send buffered data and close the connection. Wait at most half a second for that, then abort it."""
+        """Send buffered data and close the connection. Wait at most half a second for that, then abort the connection.
+
+        If the event loop is closed, only the socket is shut down; in a forked child, nothing is done.
+        """
         if self._transport is not None and not self._closed.done() and not self._abandon_if_loop_gone():
             self._transport.close()
             done, _ = await asyncio.wait([self._closed], timeout=_CLOSE_TIMEOUT_S)
@@ -190,8 +202,9 @@ async def connect_tcp(
     :param context: TLS context; None for no TLS.
     :param server_hostname: name in the peer's certificate; None for `host`.
     :returns: the connected control channel, to be closed by the caller.
-    :raises OSError: the name has no address, nothing listens at the address, or (as `ssl.SSLError`) the TLS handshake
-        failed.
+    :raises OSError: the name has no address, nothing listens at the address, no file descriptor is left, or (as
+        `ssl.SSLError`) the TLS handshake failed.
+    :raises OverflowError: `port` is out of range.
     """
     name = server_hostname if context is not None else None
     _, control = await running_loop().create_connection(
@@ -224,7 +237,7 @@ async def accept_tcp(sock: socket.socket, context: tls.SSLContext | None, timeou
 def _no_delay(control: TcpControlChannel) -> None:
     """Set TCP_NODELAY on the socket of a channel, so that each message is sent at once.
 
-    Does nothing if the peer has already closed the connection.
+    If the peer has already closed the connection, do nothing.
 
     :raises OSError: the option cannot be set for another reason.
     """

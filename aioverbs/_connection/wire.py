@@ -81,7 +81,7 @@ def header(kind: FrameKind, flags: int = 0, returned: int = 0, number: int = 0) 
 
 
 class GrantNotice(NamedTuple):
-    """Content of a GRANT message: address, length, key and access of the memory."""
+    """Payload of a GRANT message: address, length, key and access of the memory."""
 
     address: int
     length: int
@@ -89,14 +89,14 @@ class GrantNotice(NamedTuple):
     access: AccessFlags
 
     def pack(self) -> bytes:
-        """Return the encoded notice, which is the content of a GRANT message."""
+        """Return the encoded notice, which is the payload of a GRANT message."""
         return _GRANT.pack(self.address, self.length, self.rkey, self.access)
 
     @classmethod
     def parse(cls, data: bytes) -> "GrantNotice":
         """Decode a notice that the peer sent.
 
-        :param data: bytes of a GRANT message.
+        :param data: payload of a GRANT message.
         :returns: the notice.
         :raises ValueError: the data has the wrong length, the range of memory is empty or impossible, or the access
             flags cannot be granted.

@@ -61,7 +61,7 @@ class AcceptSettings:
     def context(self) -> tls.SSLContext | None:
         """TLS context of this process, made on first use if `ssl` is a function; None if there is no TLS.
 
-        :raises Exception: the exceptions of that function, such as `ssl.SSLError` or `OSError` if it cannot load a
+        :raises Exception: whatever that function raises, such as `ssl.SSLError` or `OSError` if it cannot load a
             certificate.
         """
         return self.ssl if self.ssl is None or isinstance(self.ssl, tls.SSLContext) else self.ssl()
@@ -74,12 +74,14 @@ async def try_accept(
 
     :param control: awaitable that opens the control channel to the peer.
     :param peer: description of the peer for logs.
-    :param domain: domain that the queue pair is made on.
+    :param domain: domain that the queue pair is created on.
     :param accept_settings: secret and settings of the connection.
-    :returns: a tuple: the open connection, which the caller closes, and ``""``; on failure, None and the reason: the
-        name of a `Reason` or of an exception class.
-    :raises ValueError: the device has no such port or GID, or the domain cannot use ``spin_ns``.
-    :raises ClosedResourceError: the domain is not open.
+    :returns: a tuple: the open connection, which the caller closes, and ``""``; on failure, None and the reason as
+        text: the name of a `Reason`, the number of an unknown reason, or the name of an exception class.
+    :raises ValueError: the device has no such port or GID, or does not support the queue depths of the settings; or the
+        domain cannot use ``spin_ns``. This and the exceptions below are not logged.
+    :raises ClosedResourceError: the domain is not open, or was closed during the handshake.
+    :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
     """
     try:
         return await accept_connection(await control, domain, accept_settings.secret, accept_settings.settings), ""

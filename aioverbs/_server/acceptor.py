@@ -103,6 +103,7 @@ class PendingPeer:
         :param accept_settings: TLS context, and limit of the TLS handshake.
         :returns: the channel, to be closed by the caller.
         :raises OSError: the peer is gone, or the TLS handshake failed (`ssl.SSLError`) or took too long.
+        :raises Exception: whatever `AcceptSettings.context` raises, if it was not used in this process before.
         """
         endpoint, self.endpoint = self.endpoint, None
         assert endpoint is not None
@@ -192,10 +193,15 @@ class Acceptor:
             well if the domain is on an RDMA device, there is no TLS, and rdma_cm works on this machine.
         :param domain: domain of the connections, which rdma_cm needs. Pass None if the workers of a pool handle the
             connections, because each worker has a domain of its own; then peers cannot connect by rdma_cm.
-        :raises OSError: the name has no address, or an address is in use or does not belong to this machine.
+        :raises OSError: the name has no address, an address is in use or does not belong to this machine, or no file
+            descriptor is left.
         :raises LibraryNotFoundError: `transport` is ``"rdmacm"`` and librdmacm is not installed.
-        :raises VerbsError: `transport` is ``"rdmacm"`` and rdma_cm does not work on this machine.
-        :raises ValueError: `transport` is ``"rdmacm"`` and the domain is on a software device.
+        :raises VerbsError: `transport` is ``"rdmacm"``, and rdma_cm does not work on this machine, or the address is in
+            use or belongs to no RDMA device.
+        :raises ValueError: `transport` is ``"rdmacm"`` and the domain is on a software device; or rdma_cm is used, and
+            `port` or `backlog` is out of range.
+        :raises ClosedResourceError: the domain is not open.
+        :raises RuntimeError: no asyncio event loop is running.
         """
         self._loop, self._owner = running_loop(), Affinity.of_running_loop()
         try:
@@ -208,7 +214,9 @@ class Acceptor:
             raise
 
     async def _open_rdma_cm(self, host: str | None, port: int, backlog: int, transport: Transport) -> None:
-        """Start listening with rdma_cm and accepting peers. If `transport` is ``"auto"``, a failure is only logged.
+        """Start listening with rdma_cm and accepting peers.
+
+        If `transport` is ``"auto"``, a `LibraryNotFoundError`, `VerbsError` or `OSError` is only logged.
 
         :param host: address or name to listen at; None for all addresses of this machine.
         :param port: port to listen at; 0 for a free port.
@@ -217,6 +225,7 @@ class Acceptor:
         :raises LibraryNotFoundError: librdmacm is not installed.
         :raises VerbsError: rdma_cm is not available, or the address is in use or belongs to no RDMA device.
         :raises OSError: the name has no address.
+        :raises ValueError: `port` is not in 0..65535, or `backlog` is less than 1.
         """
         assert self._loop is not None
         channel = SharedChannel()
@@ -236,7 +245,8 @@ class Acceptor:
     async def _open_tcp(self, host: str | None, port: int, backlog: int) -> None:
         """Start listening with TCP at all addresses of `host`, and accepting peers.
 
-        :raises OSError: the name has no address, or an address is in use or does not belong to this machine.
+        :raises OSError: the name has no address, an address is in use or does not belong to this machine, or no file
+            descriptor is left.
         """
         assert self._loop is not None
         addresses = await self._loop.getaddrinfo(
@@ -252,7 +262,7 @@ class Acceptor:
     def _listen(self, family: int, address: tuple[object, ...], backlog: int) -> None:
         """Open a listening socket for one address and store it. Do nothing if the machine lacks the address family.
 
-        :raises OSError: the address is in use or does not belong to this machine.
+        :raises OSError: the address is in use or does not belong to this machine, or no file descriptor is left.
         """
         try:
             sock = socket.socket(family, socket.SOCK_STREAM)
@@ -315,10 +325,9 @@ class Acceptor:
             self._start_or_refuse(sock, address, has_slot)
 
     async def _accept_one(self, listening: socket.socket) -> tuple[socket.socket, Address]:
-        """Wait for the next peer, and return the connected socket, which the caller closes, and the peer's address.
+        """Wait for the next peer. In a forked child, wait until cancelled.
 
-        In a forked child this method waits until it is cancelled.
-
+        :returns: a tuple of the connected socket, which the caller closes, and the peer's address.
         :raises OSError: the peer gave up, or no file descriptor is left.
         """
         assert self._owner is not None
@@ -339,7 +348,10 @@ class Acceptor:
         """Accept peers with rdma_cm until the listener is closed or fails.
 
         Starts each peer's handshake when a slot for a handshake is free; refuses the peer if there are too many
-        connections. A failure of the listener is logged.
+        connections. If the device is removed, this is logged.
+
+        :raises VerbsError: events of the listener cannot be read, or the identifier of a refused peer cannot be closed.
+            No more peers are accepted then.
         """
         try:
             async for identifier in listener:
@@ -371,12 +383,12 @@ class Acceptor:
     # `max_handshakes` of them that arrived earlier, but cannot keep it out.
 
     async def _wait_for_slot(self) -> bool:
-        """Wait until there is a slot for a handshake, and return True.
+        """Wait until there is a slot for a handshake.
 
-        While all slots are in use, expires one handshake after another.
+        While all slots are in use, expire one handshake after another.
 
-        :returns: False, without waiting, if there are already `max_connections` connections; then the peer is counted
-            as refused.
+        :returns: True if there is a slot; False, without waiting further, as soon as there are ``max_connections``
+            connections, in which case the peer is counted as refused.
         """
         while True:
             max_connections = self._accept_settings.max_connections
@@ -392,7 +404,7 @@ class Acceptor:
                 await self._slot_freed.wait()
 
     def _expire_oldest(self) -> float:
-        """Expire the oldest handshake that has lasted long enough, if there is one.
+        """Expire the oldest handshake that has lasted at least half a second, if there is one.
 
         Peers that are not known to have sent anything come first.
 
@@ -422,7 +434,10 @@ class Acceptor:
     async def _run_handshake(self, pending: PendingPeer) -> None:
         """Call `on_peer` with a peer, and limit the time of the handshake.
 
-        If the peer has not become a connection when this ends, the peer is counted as refused.
+        If the peer has not become a connection when this ends, the peer is counted as refused, with the reason that
+        `on_peer` returned, ``"TimeoutError"``, or ``"cancelled"`` if `on_peer` raised.
+
+        :raises Exception: whatever `on_peer` raises; the event loop logs it.
         """
         reason = "cancelled"
         try:
@@ -446,7 +461,7 @@ class Acceptor:
         pending.refuse("BUSY")
 
     def _refuse(self, sock: socket.socket) -> None:
-        """Send a rejection with the reason BUSY to a TCP peer, and close the socket. Does not wait.
+        """Send a rejection with the reason BUSY to a TCP peer, and close the socket, without waiting.
 
         With TLS, or if the socket's buffer is full, the socket is closed without a rejection.
         """
@@ -490,7 +505,7 @@ class Acceptor:
 
         Stopping twice has no effect.
 
-        :raises VerbsError: the rdma_cm listener cannot be closed.
+        :raises VerbsError: the rdma_cm listener cannot be closed. Peers are no longer accepted nevertheless.
         """
         accept_tasks, self._accept_tasks = self._accept_tasks, []
         cm, self._cm = self._cm, None
@@ -514,8 +529,8 @@ class Acceptor:
     def destroy(self) -> None:
         """Close the sockets if the loop that opened the acceptor is closed; otherwise leave that to the loop.
 
-        Called from any thread when the parent domain or pool is closed: its `Lifecycle` calls ``destroy`` of each
-        handle that it holds.
+        This is called from any thread when the parent domain or pool is closed: its `Lifecycle` calls ``destroy`` on
+        each handle that it holds.
         """
         if self._is_orphaned():
             self._abandon()
@@ -548,7 +563,7 @@ class Acceptor:
         """Wait until the tasks of all handshakes and handlers have ended.
 
         :param timeout_s: limit in seconds; None for no limit.
-        :returns: True if all tasks have ended; False if some still run after the limit.
+        :returns: True if all tasks have ended; False if some tasks are still running after the limit.
         """
         if waiting := {*self._tasks, *self._closing_tasks}:
             await asyncio.wait(waiting, timeout=timeout_s)
@@ -558,7 +573,7 @@ class Acceptor:
         """Cancel the tasks of all handshakes and handlers, and wait until they have ended.
 
         :param timeout_s: limit of waiting in seconds; None for no limit.
-        :returns: True if all tasks have ended; False if some still run after the limit.
+        :returns: True if all tasks have ended; False if some tasks are still running after the limit.
         """
         for task in self._tasks:
             task.cancel()

@@ -65,7 +65,7 @@ class HandlerResult:
 
 
 def _unpickled_result(reason: str, failure: bytes | None) -> HandlerResult:
-    """Restore a result from the arguments that `HandlerResult.__reduce__` returned, and return it."""
+    """Return a new `HandlerResult` made from the arguments that `HandlerResult.__reduce__` returned."""
     # bytes are never empty
     return HandlerResult(reason, failure and unpickled_error(failure))  # type: ignore[arg-type]
 
@@ -73,17 +73,23 @@ def _unpickled_result(reason: str, failure: bytes | None) -> HandlerResult:
 async def handle(
     control: Awaitable[ControlChannel], peer: str, report_open: ReportOpen, domain: Domain, service: Service
 ) -> HandlerResult:
-    """Make a connection to an accepted peer on the running loop, call the handler with it, then close the connection.
+    """Make a connection to an accepted peer, call the handler with it, then close the connection.
 
-    If the handler raises or is cancelled, the connection is aborted.
+    All of this happens on the running loop. If the handler raises or is cancelled, the connection is aborted.
 
     :param control: awaitable that opens the control channel to the peer.
     :param peer: description of the peer for logs.
     :param report_open: called with True when the connection is open, and with False when it is closed.
-    :param domain: domain that the queue pair is made on.
+    :param domain: domain that the queue pair is created on.
     :param service: the handler and the settings for accepted peers.
-    :returns: a result with the reason why there is no connection, or with the exception of the handler, if any.
-    :raises Exception: the exceptions of `try_accept`.
+    :returns: a result with the reason why there is no connection, or with the `Exception` that the handler raised.
+        `anyio.EndOfStream` and `anyio.BrokenResourceError`, which report that the peer is gone, are left out.
+    :raises ValueError: the device has no such port or GID, or does not support the queue depths of the settings; or the
+        domain cannot use ``spin_ns``.
+    :raises ClosedResourceError: the domain is not open, or was closed during the handshake.
+    :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
+    :raises VerbsError: the connection cannot be closed.
+    :raises BaseException: this was cancelled, or the handler raised an exception that is not an `Exception`.
     """
     connection, reason = await try_accept(control, peer, domain, service.accept_settings)
     if connection is None:
@@ -115,7 +121,7 @@ async def handle_on_worker(sock: socket.socket, report_open: ReportOpen, service
     :param report_open: called with True when the connection is open, and with False when it is closed.
     :param service: the handler and the settings for accepted peers.
     :returns: the result of `handle`.
-    :raises Exception: the exceptions of `handle`, or of the function that makes the TLS context.
+    :raises BaseException: whatever `handle` raises, or the function that makes the TLS context.
     """
     peer, detached = peer_name(sock), socket.socket(fileno=sock.detach())
     control = accept_tcp(detached, service.accept_settings.context, service.accept_settings.handshake_timeout_s)

@@ -45,7 +45,7 @@ class _AcceptorResource(anyio.abc.AsyncResource):
 
     :param listen_args: arguments of `Acceptor.open`.
     :param acceptor: the acceptor, which is not open yet.
-    :param parent: domain or pool that the connections are made on.
+    :param parent: domain or pool that the connections are created on.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class _AcceptorResource(anyio.abc.AsyncResource):
         self._listen_args = listen_args
         self._domain = listen_args[-1]
         self._acceptor = acceptor
-        self._parent = parent  # domain or pool that the connections are made on
+        self._parent = parent  # domain or pool that the connections are created on
         self._owner: Affinity | None = None  # None until opened
         self._closed = False
 
@@ -62,16 +62,20 @@ class _AcceptorResource(anyio.abc.AsyncResource):
         return f"<{type(self).__name__} at {', '.join(map(format_address, self.addresses)) or 'no address'}>"
 
     async def open(self) -> Self:
-        """Start listening for peers and accepting them.
+        """Start listening for peers and accepting them. If listening fails, this object can be opened again.
 
         :returns: this object.
         :raises AffinityError: another event loop owns the domain.
-        :raises ClosedResourceError: this object was opened or closed before, or the domain or pool is not open. If it
-            is open, it stays open.
-        :raises OSError: the name has no address, or an address is in use or does not belong to this machine.
-        :raises ValueError: the transport is ``"rdmacm"`` and the domain is on a software device.
+        :raises ClosedResourceError: this object is open or was closed before, or the domain or pool is not open. If
+            this object is open, it stays open.
+        :raises OSError: the name has no address, an address is in use or does not belong to this machine, or no file
+            descriptor is left.
+        :raises ValueError: the transport is ``"rdmacm"`` and the domain is on a software device; or rdma_cm is used,
+            and the port or backlog is out of range.
         :raises LibraryNotFoundError: the transport is ``"rdmacm"`` and librdmacm is not installed.
-        :raises VerbsError: the transport is ``"rdmacm"`` and rdma_cm does not work on this machine.
+        :raises VerbsError: the transport is ``"rdmacm"``, and rdma_cm does not work on this machine, or the address is
+            in use or belongs to no RDMA device.
+        :raises RuntimeError: no asyncio event loop is running.
         """
         if self._owner is not None or self._closed:
             raise ClosedResourceError(f"{self!r} cannot be opened again: make a new one")
@@ -94,6 +98,7 @@ class _AcceptorResource(anyio.abc.AsyncResource):
 
         :param operation: name of the caller's method, for the error message.
         :raises AffinityError: another event loop or none is running.
+        :raises ForkedProcessError: this process was forked from the one that opened this object.
         """
         if self._closed:
             return
@@ -136,7 +141,7 @@ class _AcceptorResource(anyio.abc.AsyncResource):
 
 
 class ConnectionListener(_AcceptorResource):
-    """Listener for connections. Made by `listen`.
+    """Listener for connections. Use `listen` to create one.
 
     ``async for`` yields a `Connection` for each peer that completes the handshake. The caller closes these connections;
     closing the listener ends the loop and leaves them open. Connections that were not yielded yet are aborted. The
@@ -144,7 +149,7 @@ class ConnectionListener(_AcceptorResource):
 
     :param host: address or name to listen at; None for all addresses of this machine.
     :param port: port to listen at; 0 for a free port.
-    :param domain: domain that the queue pairs are made on.
+    :param domain: domain that the queue pairs are created on.
     :param transport: ``"tcp"``, ``"rdmacm"`` or ``"auto"``.
     :param accept_settings: settings for accepted peers.
     :param backlog: number of peers that the kernel queues until they are accepted.
@@ -166,16 +171,20 @@ class ConnectionListener(_AcceptorResource):
         self._open = False
 
     async def open(self) -> Self:
-        """Start listening for peers and accepting them.
+        """Start listening for peers and accepting them. If listening fails, the listener can be opened again.
 
         :returns: the listener itself.
         :raises AffinityError: another event loop owns the domain.
-        :raises ClosedResourceError: the listener was opened or closed before, or the domain is not open. A listener
+        :raises ClosedResourceError: the listener is open or was closed before, or the domain is not open. A listener
             that is open stays open.
-        :raises OSError: the name has no address, or an address is in use or does not belong to this machine.
-        :raises ValueError: the transport is ``"rdmacm"`` and the domain is on a software device.
+        :raises OSError: the name has no address, an address is in use or does not belong to this machine, or no file
+            descriptor is left.
+        :raises ValueError: the transport is ``"rdmacm"`` and the domain is on a software device; or rdma_cm is used,
+            and the port or backlog is out of range.
         :raises LibraryNotFoundError: the transport is ``"rdmacm"`` and librdmacm is not installed.
-        :raises VerbsError: the transport is ``"rdmacm"`` and rdma_cm does not work on this machine.
+        :raises VerbsError: the transport is ``"rdmacm"``, and rdma_cm does not work on this machine, or the address is
+            in use or belongs to no RDMA device.
+        :raises RuntimeError: no asyncio event loop is running.
         """
         await super().open()
         self._open = True
@@ -185,7 +194,7 @@ class ConnectionListener(_AcceptorResource):
         """Make a connection to an accepted peer, and store it until `accept` returns it.
 
         :returns: ``""``, or the reason why the peer did not become a connection: see `try_accept`.
-        :raises Exception: the exceptions of `try_accept`.
+        :raises Exception: whatever `try_accept` raises.
         """
         assert self._domain is not None
         connection, reason = await try_accept(
@@ -201,7 +210,7 @@ class ConnectionListener(_AcceptorResource):
         return reason
 
     def _wake(self) -> None:
-        """Wake one task that waits in `accept`, if there is one."""
+        """Wake one task that is waiting in `accept`, if there is one."""
         while self._waiters:
             waiter = self._waiters.popleft()
             if not waiter.done():
@@ -211,7 +220,8 @@ class ConnectionListener(_AcceptorResource):
     async def accept(self) -> Connection:
         """Wait for the next connection. A cancelled call loses no connection.
 
-        :returns: an open connection, to be closed by the caller.
+        :returns: an open connection, to be closed by the caller. If the peer has gone meanwhile, the methods of the
+            connection report that.
         :raises AffinityError: an event loop other than the one that opened the listener is running; nothing was done.
         :raises ClosedResourceError: the listener is closed or was not opened.
         """
@@ -245,11 +255,14 @@ class ConnectionListener(_AcceptorResource):
     async def aclose(self) -> None:
         """Stop listening, and abort the connections that `accept` has not returned. Closing twice has no effect.
 
+        A cancellation is raised only after the listener is closed.
+
         In a forked child this method does nothing: the listener belongs to the parent. If the loop that opened the
         listener is closed, another loop may close the listener. Closing the domain also closes such a listener.
 
         :raises AffinityError: an event loop other than the one that opened the listener is running; nothing was done.
-        :raises VerbsError: the rdma_cm listener or a connection cannot be closed.
+        :raises VerbsError: the rdma_cm listener or a connection cannot be closed. The listener accepts no more peers,
+            and can be closed again.
         """
         if self._inherited or self._closed:
             return
@@ -261,7 +274,7 @@ class ConnectionListener(_AcceptorResource):
         await wait_uncancelled(self._close())
 
     async def _close(self) -> None:
-        """Stop accepting peers, cancel handshakes in progress, end waiting calls of `accept`, and abort the connections
+        """Stop accepting peers, cancel handshakes in progress, end waiting calls to `accept`, and abort the connections
         that `accept` has not returned.
 
         :raises VerbsError: the rdma_cm listener or a connection cannot be closed.
@@ -296,7 +309,7 @@ def listen(
 
     :param host: address or name to listen at; None for all addresses of this machine.
     :param port: port to listen at, 0..65535; 0 for a free port.
-    :param domain: domain that the queue pairs are made on.
+    :param domain: domain that the queue pairs are created on.
     :param transport: how peers reach the listener: ``"tcp"``, ``"rdmacm"``, or ``"auto"`` for TCP, and for rdma_cm as
         well if the device supports it and there is no TLS.
     :param ssl: TLS context for the TCP connections (see `connect`), or a function that makes one; None for no TLS.
@@ -310,7 +323,7 @@ def listen(
     :param backlog: number of peers that the kernel queues until they are accepted.
     :returns: a listener to open with ``async with``. It does not listen until it is open.
     :raises ValueError: an argument is out of range, or `transport` and `ssl` cannot be combined.
-    :raises Exception: the exception of the function `ssl`, which this function calls.
+    :raises Exception: whatever the function `ssl` raises, which is called immediately.
     """
     accept_settings = _accept_settings(
         transport, ssl, secret, settings, handshake_timeout_s, max_handshakes, max_connections
@@ -327,10 +340,10 @@ def _accept_settings(
     max_handshakes: int,
     max_connections: int | None,
 ) -> AcceptSettings:
-    """Check arguments of `listen` or `serve`, and return them as settings for accepted peers.
+    """Check arguments of `listen` or `serve`, and return them as `AcceptSettings`.
 
     :raises ValueError: an argument is out of range, or `transport` and `ssl` cannot be combined.
-    :raises Exception: the exception of the function `ssl`, which this function calls.
+    :raises Exception: whatever the function `ssl` raises, which is called immediately.
     """
     chosen = settings if settings is not None else ConnectionSettings()
     accept_settings = AcceptSettings(ssl, secret, chosen, handshake_timeout_s, max_handshakes, max_connections)
@@ -351,9 +364,9 @@ def _parent_of(domain: Domain | None, pool: WorkerPool | None) -> Domain | Worke
 
 
 class Server(_AcceptorResource):
-    """Server that calls a handler with each connection. Made by `serve`.
+    """Server that calls a handler with each connection. Use `serve` to create one.
 
-    Each call of the handler runs in a task of its own. When the handler returns, all sent messages are delivered and
+    Each call to the handler runs in a task of its own. When the handler returns, all sent messages are delivered and
     the connection is closed. When the handler raises, the connection is aborted. The exception is logged, except for
     `anyio.EndOfStream` and `anyio.BrokenResourceError`, which report that the peer is gone.
 
@@ -366,13 +379,16 @@ class Server(_AcceptorResource):
     :param service: the handler and the settings for accepted peers.
     :param host: address or name to listen at; None for all addresses of this machine.
     :param port: port to listen at; 0 for a free port.
-    :param domain: domain that the queue pairs are made on; None if there is a pool.
+    :param domain: domain that the queue pairs are created on; None if there is a pool.
     :param pool: pool whose workers handle the connections; None if there is a domain.
     :param key: function that returns, for the address of a peer, the key that chooses the worker; None if the pool's
         ``placement`` chooses it.
     :param transport: ``"tcp"``, ``"rdmacm"`` or ``"auto"``.
     :param backlog: number of peers that the kernel queues until they are accepted.
     :param drain_timeout_s: time in seconds that handlers have to end when the server stops.
+    :raises ValueError: not exactly one of `domain` and `pool` is given, or arguments cannot be combined.
+    :raises pickle.PicklingError: the workers are processes, and the service cannot be pickled. `pickle` may raise other
+        exceptions instead.
     """
 
     def __init__(
@@ -410,16 +426,20 @@ class Server(_AcceptorResource):
         self._pool_watcher: asyncio.Task[None] | None = None
 
     async def open(self) -> Self:
-        """Start listening for peers and serving them.
+        """Start listening for peers and serving them. If listening fails, the server can be opened again.
 
         :returns: the server itself.
         :raises AffinityError: another event loop owns the domain.
-        :raises ClosedResourceError: the domain or pool is not open, or the server was opened or closed before. A server
-            that is open stays open.
-        :raises OSError: the name has no address, or an address is in use or does not belong to this machine.
-        :raises ValueError: the transport is ``"rdmacm"`` and the domain is on a software device.
+        :raises ClosedResourceError: the domain or pool is not open, or the server is open or was closed before. A
+            server that is open stays open.
+        :raises OSError: the name has no address, an address is in use or does not belong to this machine, or no file
+            descriptor is left.
+        :raises ValueError: the transport is ``"rdmacm"`` and the domain is on a software device; or rdma_cm is used,
+            and the port or backlog is out of range.
         :raises LibraryNotFoundError: the transport is ``"rdmacm"`` and librdmacm is not installed.
-        :raises VerbsError: the transport is ``"rdmacm"`` and rdma_cm does not work on this machine.
+        :raises VerbsError: the transport is ``"rdmacm"``, and rdma_cm does not work on this machine, or the address is
+            in use or belongs to no RDMA device.
+        :raises RuntimeError: no asyncio event loop is running.
         """
         if self._pool is not None:
             check_open(self._pool)
@@ -462,8 +482,9 @@ class Server(_AcceptorResource):
 
         :returns: the result of `handle`.
         :raises ClosedResourceError: the domain or the pool is closed. If it is the pool, the peer was rejected.
-        :raises BrokenResourceError: the pool is broken and the peer was rejected, or the worker died.
-        :raises Exception: the other exceptions of `handle`, and those of the function ``key``.
+        :raises BrokenResourceError: the pool is broken and the peer was rejected; or, as `WorkerDiedError`, the worker
+            died.
+        :raises Exception: any other exception that `handle` or the function ``key`` raises.
         """
         if self._pool is None or self._socket_calls is None:
             assert self._domain is not None
@@ -490,10 +511,12 @@ class Server(_AcceptorResource):
 
         If the loop that opened the server is closed, only the sockets are closed.
 
-        :param drain_timeout_s: time in seconds that the handlers have to end; None for the value given to `serve`. If
-            there are several concurrent calls, the earliest deadline counts.
+        :param drain_timeout_s: time in seconds that the handlers have to end, 0 or more; None for the value given to
+            `serve`. If there are several concurrent calls, the earliest deadline counts.
         :raises AffinityError: an event loop other than the one that opened the server is running; nothing was done.
-        :raises VerbsError: the rdma_cm listener cannot be closed.
+        :raises ForkedProcessError: the server was opened in the process that this one was forked from.
+        :raises VerbsError: the rdma_cm listener cannot be closed. The server counts as stopped, but its handlers were
+            neither awaited nor cancelled.
         """
         if self._orphaned:
             await self._stop_orphaned()
@@ -514,9 +537,9 @@ class Server(_AcceptorResource):
     async def _stop(self, drain_scope: anyio.CancelScope) -> None:
         """Stop accepting peers, wait for the handlers until `drain_scope` ends, and cancel the remaining ones.
 
-        Runs once, in a task of its own.
+        This runs once, in a task of its own.
 
-        :raises VerbsError: the rdma_cm listener cannot be closed.
+        :raises VerbsError: the rdma_cm listener cannot be closed. The handlers are then neither awaited nor cancelled.
         """
         lifecycle_of(self._parent).detach(self._acceptor)
         try:
@@ -546,7 +569,7 @@ class Server(_AcceptorResource):
     async def _cancel(self) -> None:
         """Cancel the handlers and wait until they have ended; if there is a pool, for at most its ``grace_s``.
 
-        If handlers are still running then, this is logged.
+        If handlers are still running after that time, this is logged.
         """
         if await self._acceptor.cancel(self._pool.grace_s if self._pool is not None else None):
             return
@@ -554,11 +577,12 @@ class Server(_AcceptorResource):
         logger.error("handlers did not end after their cancellation and were left to %r", self._pool)
 
     async def wait_closed(self) -> None:
-        """Wait until the server has stopped and its handlers have ended: see `stop`. Does not stop the server itself.
+        """Wait until the server has stopped and its handlers have ended (see `stop`), without stopping the server.
 
         :raises AffinityError: an event loop other than the one that opened the server is running.
         :raises BrokenResourceError: the pool failed, because a worker died and was not replaced.
-        :raises ClosedResourceError: the server was not opened.
+        :raises ClosedResourceError: the server was not opened, or was opened in the process that this one was forked
+            from.
         """
         self._check_caller("wait_closed")
         if self._owner is None and not self._closed:
@@ -568,7 +592,7 @@ class Server(_AcceptorResource):
             check_unbroken(self._pool)
 
     async def aclose(self) -> None:
-        """Stop the server as `stop` does. If this call is cancelled, the handlers are cancelled at once.
+        """Stop the server in the same way as `stop`. If this call is cancelled, the handlers are cancelled at once.
 
         Closing twice has no effect.
 
@@ -577,7 +601,8 @@ class Server(_AcceptorResource):
         closes such a server.
 
         :raises AffinityError: an event loop other than the one that opened the server is running; nothing was done.
-        :raises VerbsError: the rdma_cm listener cannot be closed.
+        :raises VerbsError: the rdma_cm listener cannot be closed. The server counts as closed, but its handlers were
+            neither awaited nor cancelled.
         """
         if self._inherited:
             return
@@ -621,8 +646,8 @@ def serve(
         the handler returns.
     :param host: address or name to listen at; None for all addresses of this machine.
     :param port: port to listen at, 0..65535; 0 for a free port.
-    :param domain: domain that the queue pairs are made on. Connections and handlers belong to the loop that opens the
-        server.
+    :param domain: domain that the queue pairs are created on. Connections and handlers belong to the loop that opens
+        the server.
     :param pool: pool of workers, instead of a domain. Each connection is made and handled on a worker, using the
         worker's domain. Limits apply to the connections of all workers together. Peers connect by TCP. If the workers
         are processes, the handler must be picklable, such as a function of a module, and `ssl` must be a function that
@@ -643,7 +668,9 @@ def serve(
     :returns: a server to open with ``async with``. It does not listen until it is open.
     :raises ValueError: an argument is out of range, not exactly one of `domain` and `pool` is given, or arguments
         cannot be combined.
-    :raises Exception: the exception of the function `ssl`, which this function calls.
+    :raises pickle.PicklingError: the workers of `pool` are processes, and `handler` or another argument cannot be
+        pickled. `pickle` may raise other exceptions instead.
+    :raises Exception: whatever the function `ssl` raises, which is called immediately.
     """
     accept_settings = _accept_settings(
         transport, ssl, secret, settings, handshake_timeout_s, max_handshakes, max_connections

@@ -49,7 +49,7 @@ _STATX_SIZE, _STX_MODE, _STX_RDEV = 256, 28, 128
 class ReceivedShare:
     """Received access to a protection domain of an RDMA device, and to the context that it belongs to.
 
-    Made by `receive`. The receiver calls `close`, and destroys ``share`` after the last use of the context.
+    Returned by `receive`. The receiver calls `close`, and destroys ``share`` after the last use of the context.
 
     :param shared_id: ID of the protection domain.
     :param share: the share through which instances of the protection domain are opened.
@@ -86,15 +86,16 @@ class ReceivedShare:
         return context
 
     def close(self) -> None:
-        """Close the received descriptor for the commands of the context. Imported contexts have descriptors of their
-        own."""
+        """Close the received descriptor for the commands of the context. Call once. Imported contexts have descriptors
+        of their own.
+        """
         os.close(self._command)
 
 
 class ReceivedSoftwareShare:
     """Received access to a protection domain of a software device, which is in a file that both processes map.
 
-    Made by `receive`. The receiver destroys ``share`` after the last use of the context.
+    Returned by `receive`. The receiver destroys ``share`` after the last use of the context.
 
     :param share: the share through which instances of the protection domain are opened.
     """
@@ -107,8 +108,8 @@ class ReceivedSoftwareShare:
 
         :param name: name of the device; None for ``"soft0"``.
         :returns: new handle of the context, which the caller destroys.
-        :raises DeviceNotFoundError: the name is not that of a software device.
-        :raises ValueError: the address in the name, or an environment variable of `SoftSettings`, is invalid.
+        :raises DeviceNotFoundError: `name` is not the name of a software device.
+        :raises ValueError: the address in `name`, or an environment variable of `SoftSettings`, is invalid.
         :raises VerbsError: the device cannot be opened.
         """
         context = software.open_context() if name is None else software.open_context(name)
@@ -121,8 +122,8 @@ class ReceivedSoftwareShare:
 
 @contextlib.contextmanager
 def _descriptors(close: Callable[[int], None]) -> Iterator[list[int]]:
-    """Provide a new list to which a block can append file descriptors. At the end of the block, those in the list are
-    closed.
+    """Provide a new list to which a ``with`` block can append file descriptors. At the end of the block, the
+    descriptors that are in the list are closed.
 
     :param close: function that closes a descriptor; `discard_descriptor` for descriptors from a peer, because closing
         them may block for as long as the peer likes.
@@ -146,9 +147,10 @@ async def receive(sock: socket.socket, shared_id: int, share_key: int) -> Receiv
     :returns: the received access, which the caller closes; the caller also destroys its ``share``.
     :raises VerbsError: with ENOENT, EACCES or EXDEV if the peer refused; with EACCES also if the peer does not know the
         key; with EPROTO if the reply is invalid, in which case the socket may have been closed; with EPROTONOSUPPORT if
-        the reply is of another version.
+        the reply has a different version.
     :raises BrokenResourceError: the peer closed the socket.
     :raises ValueError: the socket is not a Unix stream socket, or is blocking.
+    :raises OSError: with EBADF if the socket is closed.
     :raises RuntimeError: no asyncio event loop is running.
     """
     _check(sock)
@@ -185,9 +187,10 @@ async def answer(sock: socket.socket, context: handles.Context, shared: Share | 
     :param context: context of the protection domain.
     :param shared: the shared protection domain.
     :raises VerbsError: if the request was refused: with ENOENT, EACCES or EXDEV if its ID, key or device is wrong; with
-        EPROTO if it is invalid; with EPROTONOSUPPORT if it is of another version. The peer receives the same errno; but
-        if descriptors were attached to the request (EPROTO), the socket is closed instead.
-    :raises OSError: with EMFILE if no descriptor is left.
+        EPROTO if it is invalid; with EPROTONOSUPPORT if it has a different version. The peer receives the same errno;
+        but if descriptors were attached to the request (EPROTO), the socket is closed instead.
+    :raises OSError: with EMFILE if no descriptor is left, in which case the peer receives no reply; with EBADF if the
+        socket is closed.
     :raises ClosedResourceError: the context is closed. The peer receives ENOENT.
     :raises BrokenResourceError: the peer closed the socket.
     :raises ValueError: the socket is not a Unix stream socket, or is blocking.
@@ -228,9 +231,10 @@ def _check(sock: socket.socket) -> None:
 
 async def _send(sock: socket.socket, data: bytes, descriptors: Sequence[int]) -> None:
     """Send all of the data, with copies of the descriptors attached to the first byte. The caller still has to close
-    them.
+    `descriptors`.
 
     :raises BrokenResourceError: the peer closed the socket.
+    :raises OSError: sending failed for another reason, such as EBADF if the socket is closed.
     """
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
     remaining = memoryview(data)
@@ -256,6 +260,7 @@ async def _receive(sock: socket.socket, size: int, descriptors: list[int], max_d
     :raises VerbsError: with EPROTO if more than `max_descriptors` descriptors came, or more than this process can open.
         In this case the socket is closed, in the same separate thread as the descriptors in it.
     :raises BrokenResourceError: the peer closed the socket.
+    :raises OSError: receiving failed for another reason, such as EBADF if the socket is closed.
     """
     data = b""
     # Without this the kernel would drop data sent out of band, and close its descriptors.

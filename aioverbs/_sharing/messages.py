@@ -44,7 +44,7 @@ def device_of(shared_id: int) -> str:
 
 
 def _proofs(share_key: int) -> Proofs:
-    """Return a `Proofs` with which to make and check the proofs of this protocol for a share key."""
+    """Return a `Proofs` object that makes and checks the proofs of this protocol for a share key."""
     return Proofs(b"aioverbs sharing", share_key.to_bytes(KEY_BITS // 8))
 
 
@@ -54,8 +54,8 @@ def _parse_head(data: bytes, size: int, kind: str) -> int:
     :param data: the message.
     :param size: size that the message must have, in bytes.
     :param kind: name of this kind of message, for the error.
-    :raises VerbsError: with EPROTO if the size or the header is wrong; with EPROTONOSUPPORT if the message is of
-        another version.
+    :raises VerbsError: with EPROTO if the size or the header is wrong; with EPROTONOSUPPORT if the message has a
+        different version.
     """
     if len(data) != size:
         raise VerbsError("ibv_share_pd", errno.EPROTO, f"a {kind} has {size} bytes, not {len(data)}")
@@ -103,7 +103,7 @@ class Request:
     def parse(cls, data: bytes) -> "Request":
         """Decode a request and return it as a new `Request`. The caller must check its proof with `proves`.
 
-        :raises VerbsError: with EPROTO if the request is invalid; with EPROTONOSUPPORT if it is of another version.
+        :raises VerbsError: with EPROTO if the request is invalid; with EPROTONOSUPPORT if it has a different version.
         """
         if _parse_head(data, cls.SIZE, "request"):
             raise VerbsError("ibv_share_pd", errno.EPROTO, "a request has no status")
@@ -158,8 +158,9 @@ class Reply:
         return cls(status, device, 0, bytes(PROOF_BYTES))
 
     def _body(self) -> bytes:
-        """Return the encoded fields that the proof covers, bytes: the name of the device and the number of the
-        domain."""
+        """Return the encoded fields that the proof covers, as bytes: the name of the device, cut off after 64 bytes,
+        and the number of the protection domain in the kernel.
+        """
         return self.device.encode()[:_NAME].ljust(_NAME, b"\0") + self.pd_handle.to_bytes(4)
 
     def pack(self) -> bytes:
@@ -171,7 +172,7 @@ class Reply:
         """Decode a reply and return it as a new `Reply`. If its status is 0, the caller must check its proof with
         `proves`.
 
-        :raises VerbsError: with EPROTO if the reply is invalid; with EPROTONOSUPPORT if it is of another version.
+        :raises VerbsError: with EPROTO if the reply is invalid; with EPROTONOSUPPORT if it has a different version.
         """
         status = _parse_head(data, cls.SIZE, "reply")
         body = data[_HEAD.size :]

@@ -77,7 +77,7 @@ def check_share(shared_id: int, share_key: int) -> None:
 
 
 def id_of(context: handles.Context, number: int) -> int:
-    """Return the shared ID of the protection domain with a number on the device of a context.
+    """Return the shared ID, an int, of the protection domain that has the given number on the device of a context.
 
     :raises VerbsError: the attributes of the device cannot be read.
     :raises ClosedResourceError: the context is closed.
@@ -86,13 +86,13 @@ def id_of(context: handles.Context, number: int) -> int:
 
 
 def import_context(command: int, name: str) -> handles.Context:
-    """Import a context, using the descriptor for the commands of another context: ``ibv_import_device``.
+    """Import a context, using the descriptor for the commands of another context (``ibv_import_device``).
 
     :param command: the descriptor, which the caller still owns.
     :param name: name of the device, for error messages.
     :returns: new handle of the imported context, which the caller destroys.
     :raises VerbsError: with EOPNOTSUPP if the provider cannot import contexts; with ENODEV if the device does not exist
-        here.
+        here; with EINVAL if `command` is not a descriptor of an RDMA device.
     :raises OSError: `command` is not an open descriptor, or no descriptor is left.
     :raises LibraryNotFoundError: libibverbs cannot be loaded.
     """
@@ -110,6 +110,8 @@ def _check_import(context: handles.Context) -> None:
     """Check that other processes can import a context, by importing it: there is no other way to find out.
 
     :raises VerbsError: the context cannot be imported; with EOPNOTSUPP if the provider does not support that.
+    :raises OSError: no descriptor is left.
+    :raises LibraryNotFoundError: libibverbs cannot be loaded.
     :raises ClosedResourceError: the context is closed.
     """
     command = context.dup_cmd_fd()
@@ -123,7 +125,7 @@ def check_device(context: handles.Context, shared_id: int) -> int:
     """Check that a shared ID belongs to the device of a context, and return the number in it.
 
     :returns: the number of the protection domain, which is the lower 32 bits of the ID.
-    :raises VerbsError: with EXDEV if the ID belongs to another device.
+    :raises VerbsError: with EXDEV if the ID belongs to another device; or the attributes of the device cannot be read.
     :raises ClosedResourceError: the context is closed.
     """
     number = shared_id & 0xFFFFFFFF
@@ -148,6 +150,7 @@ class _InstanceLock:
     :param file: descriptor of the file; the file is opened again, and the descriptor is not closed.
     :raises VerbsError: with ENOENT if the last instance was closed; with EPROTO if another process has a lease on the
         file.
+    :raises OSError: with EMFILE if no descriptor is left.
     """
 
     def __init__(self, file: int) -> None:
@@ -168,9 +171,9 @@ class _InstanceLock:
             raise share_error(errno.ENOENT)
 
     def is_last(self) -> bool:
-        """Return whether no other instance of the domain is left. Called when this instance is destroyed.
+        """Return whether no other instance of the domain is left. This is called when this instance is destroyed.
 
-        If True, no new instance can be opened. If False, this instance no longer counts.
+        If the result is True, no new instance can be opened. If it is False, this instance no longer counts.
         """
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -179,7 +182,7 @@ class _InstanceLock:
         return True
 
     def leave(self, last: bool, failed: bool) -> None:
-        """End the instance, after the verb that deallocates or unimports the domain was called.
+        """End the instance, after the verb that deallocates or unimports the domain has been called.
 
         :param last: result of `is_last`. If True, the domain is marked as ended.
         :param failed: True if the verb failed; the instance then does not end, but counts again.
@@ -192,7 +195,7 @@ class _InstanceLock:
         self.close()
 
     def close(self) -> None:
-        """Release the lock, without marking the domain as ended in the file."""
+        """Release the lock, without marking the domain as ended in the file. Call once."""
         os.close(self._file)
 
 
@@ -201,7 +204,7 @@ _sharing = threading.Lock()  # a protection domain is shared at most once
 
 
 def _renew_lock() -> None:
-    """Replace the module's lock `_sharing`. Called in the child of a fork."""
+    """Replace the module's lock `_sharing`. This is called in the child of a fork."""
     global _sharing
     _sharing = threading.Lock()  # a thread that held the old lock does not exist in the child
 
@@ -236,6 +239,7 @@ class Share:
 
         :raises VerbsError: with ENOENT if the last instance was closed, or if the share was destroyed; with EPROTO if
             another process has a lease on the file.
+        :raises OSError: with EMFILE if no descriptor is left.
         """
         with self._opened() as file:
             return _InstanceLock(file)
@@ -244,17 +248,20 @@ class Share:
         """Return a duplicate of the descriptor of the file that instances lock. The caller closes it; it holds no lock.
 
         :raises VerbsError: with ENOENT if the share was destroyed.
+        :raises OSError: with EMFILE if no descriptor is left.
         """
         with self._opened() as file:
             return fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 0)
 
     def attach(self, context: handles.Context, descriptors: list[int]) -> None:
-        """Append the file descriptors that another process needs to a list. The caller closes them.
+        """Append to `descriptors` the file descriptors that another process needs. The caller closes them, even if this
+        raises.
 
         :param context: context of the domain's device.
-        :param descriptors: list to which two new descriptors are appended: one for the context's commands and one for
-            the file that instances lock.
-        :raises VerbsError: with ENOENT if the share was destroyed. The first descriptor may already be in the list.
+        :param descriptors: list to which two new descriptors are appended: one for the context's commands, then one for
+            the file that instances lock. If this raises, the first of them may already be in the list.
+        :raises VerbsError: with ENOENT if the share was destroyed.
+        :raises OSError: with EMFILE if no descriptor is left.
         :raises ClosedResourceError: the context is closed.
         """
         descriptors.append(context.dup_cmd_fd())
@@ -262,7 +269,7 @@ class Share:
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[int]:
-        """Provide the descriptor of the file that instances lock to a block, and keep it open during the block.
+        """Provide a ``with`` block with the descriptor of the file that instances lock. It stays open during the block.
 
         :raises VerbsError: with ENOENT if the share was destroyed.
         """
@@ -296,12 +303,14 @@ class SoftShare:
         self._pd: handles.ProtectionDomain | None = pd
 
     def attach(self, context: handles.Context, descriptors: list[int]) -> None:
-        """Append the file descriptor that another process needs to a list. The caller closes it.
+        """Append to `descriptors` the file descriptor that another process needs. The caller closes it.
 
         :param context: ignored.
         :param descriptors: list to which a new descriptor of the file that contains the protection domain is appended.
+            If this raises, nothing is appended.
         :raises VerbsError: with ENOENT if the share was destroyed; with EMFILE or ENOMEM if no descriptor or memory is
             left.
+        :raises ClosedResourceError: the protection domain is closed.
         """
         pd = self._pd
         if pd is None:
@@ -343,7 +352,9 @@ class ImportedShare:
         :param share_key: secret of the protection domain, 64 bits.
         :returns: new handle of the instance, which the caller destroys.
         :raises VerbsError: with ENOENT if the last instance was closed, or if `destroy` was called; with EACCES if the
-            key is wrong.
+            key is wrong; with EMFILE if too many processes share the domain; with ENOMEM if memory ran out; with EPROTO
+            if the received file is not that of a protection domain.
+        :raises ClosedResourceError: the context is closed.
         """
         _check_key(self._share_key, share_key)
         with self._lock:
@@ -379,8 +390,9 @@ def share(pd: handles.ProtectionDomain, share_key: int) -> tuple[int, Share | So
     :param share_key: secret that the other contexts have to know, 64 bits.
     :returns: a tuple of the shared ID and the share, which must be destroyed before the protection domain.
     :raises VerbsError: with EEXIST if the protection domain is already shared; with EOPNOTSUPP if the provider does not
-        support sharing.
-    :raises ClosedResourceError: the protection domain is closed.
+        support sharing; or the attributes of the device cannot be read.
+    :raises OSError: with EMFILE if no descriptor is left.
+    :raises ClosedResourceError: the protection domain or its context is closed.
     """
     context = pd.context
     if context.software:
@@ -410,7 +422,10 @@ def open_instance(context: handles.Context, shared_id: int, share_key: int) -> h
     :param share_key: secret of the protection domain, 64 bits.
     :returns: new handle of the instance, which the caller destroys.
     :raises VerbsError: with ENOENT if no domain is shared under that ID in this context; with EACCES if the key is
-        wrong; with EXDEV if the ID belongs to another device; with EOPNOTSUPP if the provider does not support sharing.
+        wrong; with EXDEV if the ID belongs to another device; with EOPNOTSUPP if the provider does not support sharing;
+        with EPROTO if another process has a lease on the file of the domain, or if the file is invalid; with EMFILE if
+        too many processes share the domain; with ENOMEM if memory ran out.
+    :raises OSError: with EMFILE if no descriptor is left.
     :raises ClosedResourceError: the context is closed.
     """
     imported = _imported.get(context, {}).get(shared_id)

@@ -24,9 +24,9 @@ def default_path(environment: Mapping[str, str], user: int) -> Path:
     """Return the path of the socket directory.
 
     The path is AIOVERBS_MONITOR_DIRECTORY; if that is not set, ``aioverbs-monitor`` in XDG_RUNTIME_DIR; if that is not
-    set either, ``/tmp/aioverbs-monitor-`` followed by the user ID.
+    set either, ``/tmp/aioverbs-monitor-`` followed by the user ID. An empty variable counts as not set.
 
-    :param environment: environment variables.
+    :param environment: environment variables, by name.
     :param user: effective user ID of this process.
     :raises ValueError: the variable that is used is not an absolute path; the message names the variable.
     """
@@ -43,6 +43,7 @@ def peer_user(connected: socket.socket) -> int:
     """Return the user ID of the process at the other end of a Unix socket, using SO_PEERCRED.
 
     :param connected: connected Unix socket.
+    :raises OSError: the socket is closed.
     """
     credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     user: int = _CREDENTIALS.unpack(credentials)[1]
@@ -58,7 +59,7 @@ class MonitorDirectory:
     :raises PermissionError: other users can access the directory, or own it, or it is not a directory. The message
         says what to do.
     :raises OSError: the directory cannot be created or opened.
-    :raises ValueError: `default_path` raises this.
+    :raises ValueError: `path` is None, and the variable that `default_path` uses is not an absolute path.
     """
 
     def __init__(self, path: Path | None = None, *, make: bool = False) -> None:
@@ -83,9 +84,9 @@ class MonitorDirectory:
             raise
 
     def _permission_error(self, what: str) -> PermissionError:
-        """Return the error for a socket directory that must not be used.
+        """Return the `PermissionError` for a socket directory that must not be used.
 
-        :param what: the reason and what to do about it.
+        :param what: text that says what is wrong with the directory and what to do about that.
         """
         return PermissionError(EACCES, f"{what} with AIOVERBS_MONITOR_DIRECTORY", str(self.path))
 
@@ -135,7 +136,10 @@ class MonitorDirectory:
         return listening, name
 
     def remove(self, name: str) -> None:
-        """Remove the socket file ``name`` from the directory; do nothing if it does not exist."""
+        """Remove the socket file ``name`` from the directory; do nothing if it does not exist.
+
+        :raises OSError: the file cannot be removed.
+        """
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self._fd)
 
@@ -154,7 +158,9 @@ class MonitorDirectory:
     # ---- For the monitor
 
     def names(self) -> Iterator[tuple[int, str]]:
-        """Yield the process ID and the name of each socket file. Files that were never completed are removed.
+        """Yield a tuple of the process ID and the file name for each socket file.
+
+        Files that were never completed are removed if they are older than 60 s.
 
         :raises OSError: the directory cannot be listed, for example because it has been removed.
         """

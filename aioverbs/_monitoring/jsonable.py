@@ -11,7 +11,8 @@ _JSON_TYPES = frozenset((int, str, bool, float, type(None)))
 def to_jsonable(value: object) -> object:
     """Convert a value to types that JSON has.
 
-    Dataclasses become objects, members of enumerations their names, and sets sorted lists.
+    Dataclasses become dicts, members of enumerations their names, tuples lists, and sets lists sorted by the text of
+    their elements. Keys of dicts become strings.
 
     :returns: an int, float, str or bool, None, or a list or dict of these, nested to any depth.
     :raises TypeError: JSON has no type for the value, or for a value in it.

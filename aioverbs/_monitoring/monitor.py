@@ -87,7 +87,7 @@ def _at_exit() -> None:
 
 
 class Monitor:
-    """Permission for other processes of this user to monitor this one with `aioverbs top`. Made by `monitor`.
+    """Permission for other processes of this user to monitor this one with `aioverbs top`. Use `monitor` to create one.
 
     ``async with`` begins and ends the monitoring and yields the monitor itself; without a block, `open` and `aclose` do
     the same. All open monitors of a process share one socket.
@@ -124,7 +124,9 @@ class Monitor:
     async def aclose(self) -> None:
         """End the monitoring, unless another monitor in this process is open or AIOVERBS_MONITOR is 1.
 
-        Closing a closed monitor does nothing. A cancellation does not interrupt this call.
+        When the last monitor is closed, this waits for the thread that serves the socket, but at most 5 s; if the
+        thread has not ended by then, an error is logged. Closing a closed monitor does nothing. A cancellation does not
+        interrupt this call.
         """
         process, self._process, self._path = self._process, 0, None
         if process != os.getpid():  # never opened, or opened by the parent process
@@ -162,7 +164,8 @@ def monitor() -> Monitor:
 def start_if_enabled() -> None:
     """Let other processes monitor this one until it ends, if AIOVERBS_MONITOR is 1. A failure is logged as a warning.
 
-    Only the first call in a process that finds the variable set has an effect.
+    Only the first call in a process that finds the variable set to a value other than ``0`` has an effect; a value
+    other than ``1`` is logged as a warning.
     """
     global _environment_was_read
     text = os.environ.get("AIOVERBS_MONITOR", "")

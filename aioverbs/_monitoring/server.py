@@ -82,7 +82,7 @@ class _Viewer:
         `interval_s`, and make a sample due immediately.
 
         :raises OSError: the viewer has closed the connection.
-        :raises ValueError: the request is invalid, or is the viewer's second one.
+        :raises ValueError: the request is invalid or longer than 4,096 bytes, or is the viewer's second one.
         """
         try:
             received = self.socket.recv(_MAX_REQUEST_BYTES)
@@ -105,7 +105,7 @@ def _interval_of(line: bytes) -> float:
     """Return the interval in seconds that a request contains.
 
     :param line: request without the newline.
-    :raises ValueError: the request is not JSON, or its interval is missing or out of range.
+    :raises ValueError: the request is not JSON, or its interval is missing or is not a number in 0.05..3600.
     """
     try:
         request = json.loads(line)
@@ -119,9 +119,9 @@ def _interval_of(line: bytes) -> float:
 
 
 class MonitorServer:
-    """Listening socket and the thread that serves it.
+    """Listening socket and the thread that serves it. Both exist as soon as this object is made.
 
-    The caller must end the server with `stop` and `join`.
+    The caller must end the server with `stop` and then `join`.
 
     :raises OSError: the socket or its directory cannot be created.
     :raises ValueError: a variable that names the directory is not an absolute path.
@@ -169,7 +169,7 @@ class MonitorServer:
 
     @property
     def alive(self) -> bool:
-        """True while the server's thread is running; an error ends the thread."""
+        """True while the server's thread is running. The thread ends after `stop`, or if it raises an exception."""
         return self._thread.is_alive()
 
     def stop(self) -> None:
@@ -200,7 +200,7 @@ class MonitorServer:
     # ---- In the thread
 
     def _run(self) -> None:
-        """Serve viewers until the server is stopped. An error is logged and ends the monitoring."""
+        """Serve viewers until the server is stopped. An `Exception` is logged and ends the monitoring."""
         try:
             while not self._stopping:
                 for key, events in self._selector.select(self._timeout_s()):
@@ -216,7 +216,7 @@ class MonitorServer:
 
     def _timeout_s(self) -> float | None:
         """Return the seconds until something is due: a sample, a request timeout, or another attempt to accept viewers.
-        Return None if nothing is.
+        Return None if nothing will be due.
         """
         times = [viewer.due for viewer in self._viewers.values()]
         if self._accept_after:
@@ -225,7 +225,9 @@ class MonitorServer:
 
     def _accept(self, events: int) -> None:
         """Accept the connection of a viewer (a monitoring process) and greet it. Reject it if its process belongs to
-        another user, or if there are too many viewers. If accepting fails, pause accepting for a second.
+        another user, or if 8 viewers are connected. If accepting fails, pause accepting for a second.
+
+        :param events: events of `selectors` for which the socket is ready; ignored.
         """
         try:
             connected, _ = self._listening.accept()
@@ -263,8 +265,8 @@ class MonitorServer:
             self._call_or_drop(viewer, viewer.flush)
 
     def _call_or_drop(self, viewer: _Viewer, act: Callable[[], None]) -> None:
-        """Call a function that sends to or receives from a viewer; disconnect the viewer if the function raises OSError
-        or ValueError.
+        """Call `act`, which sends to or receives from a viewer; disconnect the viewer if `act` raises OSError or
+        ValueError.
         """
         try:
             act()
@@ -306,7 +308,7 @@ class MonitorServer:
 
 
 def _raise_no_request() -> None:
-    """Raise the error for a viewer that did not send its request in time.
+    """Raise the exception for a viewer that did not send its request in time.
 
     :raises TimeoutError: always.
     """

@@ -24,7 +24,7 @@ _devices: dict[int, weakref.ref[Resource]] = {}  # by serial number; changed by 
 
 
 def register_device(device: Resource) -> None:
-    """Include a device in samples for as long as it is open."""
+    """Include a device in samples for as long as it is open and its object exists."""
     number = lifecycle_of(device).serial
     _devices[number] = weakref.ref(device, lambda _: _devices.pop(number, None))
 
@@ -59,7 +59,7 @@ def encode(sampled: dict[str, object]) -> str:
     """Encode a sample as one line of JSON, in pieces, so that a large sample does not hold the GIL for long.
 
     :param sampled: result of `sample`.
-    :returns: the line, without a newline.
+    :returns: the line as text, without a newline.
     """
     trees, number = sampled["devices"], itertools.count()
     assert isinstance(trees, list)
@@ -128,8 +128,11 @@ def _tree(root: Lifecycle, budget: _Budget) -> dict[str, object]:
 
 
 def _node(lifecycle: Lifecycle) -> tuple[dict[str, object], list[dict[str, object]]]:
-    """Return a resource as a dict of JSON-compatible values, and the list under its key ``children``, which is empty.
-    The caller adds the resources created from it to that list.
+    """Convert a resource to a dict of JSON-compatible values.
+
+    :returns: a tuple of the dict and the list under its key ``children``, which is empty. The caller adds the resources
+        created from this one to that list.
+    :raises TypeError: JSON has no type for a value in the statistics of the resource.
     """
     user = lifecycle.user()
     children: list[dict[str, object]] = []
@@ -147,7 +150,10 @@ def _node(lifecycle: Lifecycle) -> tuple[dict[str, object], list[dict[str, objec
 
 
 def _statistics(user: object) -> object:
-    """Return the statistics of a resource; None if the resource's object was garbage-collected or is being closed."""
+    """Return the statistics of a resource, an object that depends on the type of the resource.
+
+    Return None if the resource's object was garbage-collected or is being closed.
+    """
     if not isinstance(user, Resource):
         return None
     try:

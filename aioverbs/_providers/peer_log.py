@@ -24,7 +24,7 @@ _logging_loops: weakref.WeakKeyDictionary[handles.Context, asyncio.AbstractEvent
 
 
 def _reset_lock() -> None:
-    """Replace the lock of this module. Called in the child of a fork."""
+    """Replace the lock of this module. This is called in the child of a fork."""
     global _lock
     _lock = threading.RLock()  # the holder of the lock does not exist in the child
 
@@ -60,8 +60,8 @@ def log_rejections(context: software.Context) -> FabricStatistics:
 def log_periodically(context: handles.Context) -> None:
     """Have the running event loop call `log_rejections` about once a second until the context is closed.
 
-    Do nothing for an RDMA device, for a software device without peers in other processes, if no event loop is running,
-    or if an event loop that is not closed is already doing this for the context.
+    Do nothing for an RDMA device, for a software device that has no peers in other processes yet, if no event loop is
+    running, or if an event loop that is not closed is already doing this for the context.
 
     :raises ClosedResourceError: the context is closed.
     """
@@ -77,7 +77,7 @@ def log_periodically(context: handles.Context) -> None:
 
 
 def _log_and_reschedule(loop: asyncio.AbstractEventLoop, reference: weakref.ref[software.Context]) -> None:
-    """Log new rejections and schedule the next call of this function in a second.
+    """Log new rejections and schedule the next call to this function in a second.
 
     Do nothing if the context was closed or garbage-collected.
     """

@@ -31,8 +31,9 @@ def open_context(name: str = _NAME, *, execution: Execution = "inline", delay_ns
         thread of the device.
     :param delay_ns: minimum time from posting to execution, in nanoseconds; only with ``"thread"``.
     :returns: the open context, which the caller destroys.
-    :raises DeviceNotFoundError: `name` is not that of a software device.
+    :raises DeviceNotFoundError: `name` is not the name of a software device.
     :raises ValueError: the address, an environment variable (see `SoftSettings`), `execution` or `delay_ns` is invalid.
+    :raises OverflowError: `delay_ns` is 2**64 or more.
     :raises VerbsError: the device cannot be opened, or cannot accept connections at its address; the error says why.
     """
     if not is_software(name):
@@ -46,7 +47,8 @@ def open_context(name: str = _NAME, *, execution: Execution = "inline", delay_ns
 def gid_table(context: handles.Context, port: int) -> list[Gid]:
     """Return the GID table of a port, a list of `Gid` in the order of their indexes. All have the type RoCE v2.
 
-    :raises VerbsError: the port cannot be queried.
+    :raises VerbsError: the port cannot be queried, for example because the device has no such port.
+    :raises ValueError: `port` is not in 0..255.
     :raises ClosedResourceError: the context is closed.
     """
     length = context.query_port(port).gid_tbl_len

@@ -26,7 +26,7 @@ class SoftAddress:
     def __post_init__(self) -> None:
         """Check that a device can have the address.
 
-        :raises ValueError: no device can have it; the error says why.
+        :raises ValueError: no device can have the address; the message says why.
         """
         if problem := _problem(self.host):
             raise ValueError(f"{self.host} cannot be a software device's address: {problem}")
@@ -46,9 +46,10 @@ class SoftAddress:
     def parse(cls, text: str) -> "SoftAddress":
         """Parse an address such as ``10.0.0.1``, ``10.0.0.1:7470``, ``[fd00::1]`` or ``[fd00::1]:7470``.
 
-        :param text: IP address with or without a TCP port, which is 7470 by default. Names are not resolved.
+        :param text: IP address with or without a TCP port, which is 7470 by default. Host names are not resolved.
         :returns: a new `SoftAddress`.
-        :raises ValueError: `text` is not such an address, or no device can have it; the error says what to write.
+        :raises ValueError: `text` is not such an address, or no device can have the address; the message says what to
+            write.
         """
         if not text:
             raise ValueError(f"the address is empty: {_HINT}")
@@ -70,7 +71,7 @@ def _host(literal: str, text: str) -> IPv4Address | IPv6Address:
     """Parse an IP address and return it.
 
     :param literal: text of the address, without brackets.
-    :param text: the whole text that contains `literal`, for the error.
+    :param text: the whole text that contains `literal`, for the error message.
     :raises ValueError: `literal` is not an IP address.
     """
     try:
@@ -83,7 +84,7 @@ def _port(digits: str, text: str) -> int:
     """Parse a port number and return it. The number may still be out of the range of ports.
 
     :param digits: text of the number.
-    :param text: the whole text that contains `digits`, for the error.
+    :param text: the whole text that contains `digits`, for the error message.
     :raises ValueError: `digits` does not consist of one to five decimal digits.
     """
     if not (digits.isascii() and digits.isdecimal() and len(digits) <= 5):
@@ -103,14 +104,14 @@ def _problem(host: IPv4Address | IPv6Address) -> str | None:
 
 
 def is_software(name: str) -> bool:
-    """Return whether a name is that of a software device. The address in it, if there is one, need not be valid."""
+    """Return whether `name` is ``soft0``, alone or followed by ``@`` and an address, which need not be valid."""
     return name.partition("@")[0] == _DEVICE
 
 
 def parse_name(name: str) -> SoftAddress | None:
     """Return the `SoftAddress` in the name of a software device; None if the name contains no address.
 
-    :raises ValueError: the name or the address is invalid; the error says what to write.
+    :raises ValueError: the name or the address is invalid; the message says what to write.
     """
     plain, at, text = name.partition("@")
     if not at and plain == _DEVICE:

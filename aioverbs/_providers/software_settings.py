@@ -50,7 +50,8 @@ class SoftSettings:
         :param environment: the environment variables, by name.
         :param user: ID of the effective user of this process.
         :returns: the settings, with defaults for variables that are not set.
-        :raises ValueError: a variable is invalid; the error says which one and what to write.
+        :raises ValueError: a variable is invalid, or `users` are given without a directory that they can use; the
+            message says which variable is wrong and what to write.
         """
         private = _parse(environment, "XDG_RUNTIME_DIR", _runtime_directory, b"/tmp/aioverbs-%d" % user)
         settings = cls(
@@ -73,7 +74,8 @@ def _parse(environment: Mapping[str, str], name: str, parse: Callable[[str], T],
     """Return the value of the environment variable `name`, converted by the function `parse`; `default` if the variable
     is not set or is empty.
 
-    :raises ValueError: `parse` raised ValueError; the new error begins with the name of the variable.
+    :raises ValueError: `parse` raised ValueError. The message of the new exception begins with the name of the
+        variable.
     """
     text = environment.get(name)
     try:
@@ -96,9 +98,9 @@ def _directory(text: str) -> bytes:
 
 
 def _runtime_directory(text: str) -> bytes:
-    """Return the path of the subdirectory ``aioverbs`` of the directory `text`, as bytes. It need not exist.
+    """Return the path of the subdirectory ``aioverbs`` of the directory `text`, as bytes. Neither need exist.
 
-    :raises ValueError: the path is relative, or is longer than 74 bytes.
+    :raises ValueError: the path is relative, or, with the subdirectory, is longer than 74 bytes.
     """
     try:
         return _directory(f"{text.rstrip('/')}/aioverbs")
@@ -122,7 +124,7 @@ def _number(text: str, most: int, what: str) -> int:
 
     :param text: text of the number.
     :param most: largest allowed number.
-    :param what: what the number means, such as "a user ID", for the error.
+    :param what: what the number means, such as "a user ID", for the error message.
     :raises ValueError: `text` is not a number from 0 to `most`.
     """
     digits = text.strip()
@@ -134,7 +136,7 @@ def _number(text: str, most: int, what: str) -> int:
 def _secret(text: str) -> bytes:
     """Return the secret `text` as bytes.
 
-    :raises ValueError: the secret is longer than 256 bytes; the error does not contain it.
+    :raises ValueError: the secret is longer than 256 bytes; the message does not contain the secret.
     """
     secret = os.fsencode(text)
     if len(secret) > MAX_SECRET:  # the message must not reveal the secret
@@ -145,7 +147,7 @@ def _secret(text: str) -> bytes:
 def _direct(text: str) -> bool:
     """Return True if `text` is ``1`` and False if it is ``0``.
 
-    :raises ValueError: `text` is neither of them.
+    :raises ValueError: `text` is neither ``1`` nor ``0``.
     """
     if text not in ("0", "1"):
         raise ValueError(f"write 1 for yes or 0 for no, got {text!r}")

@@ -31,7 +31,10 @@ DEFINED_IN = _read()
 
 
 def defined_in(module: str) -> list[str]:
-    """Return the exported names that a module defines."""
+    """Return the names that `aioverbs` exports and that a module defines, as a list.
+
+    :param module: full name of the module, such as ``"aioverbs.errors"``.
+    """
     return [name for name, definer in DEFINED_IN.items() if definer == module]
 
 
@@ -43,7 +46,8 @@ def publish(module: str) -> None:
     3.13 onwards). That would be taken for a line of the public module's file, although it is a line of the defining
     one.
 
-    :param module: name of the calling module.
+    :param module: full name of the calling module, its ``__name__``.
+    :raises KeyError: `__init__.pyi` lists a name that the module does not define.
     """
     for name in defined_in(module):
         vars(sys.modules[module])[name].__module__ = "aioverbs"

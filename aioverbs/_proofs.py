@@ -15,7 +15,7 @@ def make_nonce() -> bytes:
 
 
 class Proofs:
-    """Proofs for one protocol and one secret, made with HMAC-SHA-256.
+    """Proofs for one protocol and one secret, made with HMAC-SHA-256. Each proof is `PROOF_BYTES` bytes long.
 
     A proof covers the name of the protocol, the role of the end that makes it, and the messages exchanged so far. It is
     therefore invalid in another protocol, and also if it is sent back to the end that made it. It cannot be replayed if
@@ -30,7 +30,7 @@ class Proofs:
         self._secret = secret
 
     def make(self, role: bytes, *transcript: bytes) -> bytes:
-        """Return the proof of one end, which is `PROOF_BYTES` bytes long.
+        """Return the proof that one end sends, as `PROOF_BYTES` bytes.
 
         :param role: role of the end that makes the proof.
         :param transcript: the messages exchanged so far, or parts of them. Each part is hashed with its length, so that

@@ -44,7 +44,7 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class DeviceAttributes:
-    """Limits and identity of a device: ``ibv_query_device``. Made by `Device.attributes`."""
+    """Limits and identity of a device (``ibv_query_device``). Returned by `Device.attributes`."""
 
     fw_ver: str
     node_guid: bytes
@@ -77,7 +77,7 @@ class DeviceAttributes:
 
 @dataclass(frozen=True, slots=True)
 class PortAttributes:
-    """State and limits of a port: ``ibv_query_port``. Made by `Device.port`."""
+    """State and limits of a port (``ibv_query_port``). Returned by `Device.port`."""
 
     state: PortState
     max_mtu: Mtu
@@ -97,7 +97,7 @@ class PortAttributes:
 
 @dataclass(frozen=True, slots=True)
 class AddressVector:
-    """Address vector, the path to a peer: ``struct ibv_ah_attr``.
+    """Address vector, the path to a peer (``struct ibv_ah_attr``).
 
     :param dgid: GID of the peer, 16 bytes; empty for a path by LID alone, which InfiniBand has and RoCE does not.
     :param sgid_index: index of the source GID in the GID table of the local port.
@@ -109,6 +109,7 @@ class AddressVector:
     :param sl: service level, 0..15.
     :param src_path_bits: low bits of the source LID, for ports with several LIDs.
     :param static_rate: limit of the packet rate, a code of ``enum ibv_rate``; 0 for no limit.
+    :raises ValueError: `dgid` is neither 16 bytes long nor empty. The other values are not checked here.
     """
 
     dgid: bytes = b""
@@ -129,7 +130,7 @@ class AddressVector:
 
 @dataclass(frozen=True, slots=True)
 class QpCapabilities:
-    """Capacity of a queue pair: ``struct ibv_qp_cap``.
+    """Capacity of a queue pair (``struct ibv_qp_cap``).
 
     :param max_send_wr: depth of the send queue, in work requests.
     :param max_recv_wr: depth of the receive queue, in work requests.
@@ -147,7 +148,7 @@ class QpCapabilities:
 
 @dataclass(frozen=True, slots=True)
 class QpAttributes:
-    """Attributes of a queue pair: ``ibv_query_qp``. Made by `QueuePair.query`.
+    """Attributes of a queue pair (``ibv_query_qp``). Returned by `QueuePair.query`.
 
     Attributes that no state transition has set yet are 0.
     """
@@ -177,7 +178,7 @@ class QpAttributes:
 
 @dataclass(frozen=True, slots=True)
 class SrqAttributes:
-    """Attributes of a shared receive queue: ``ibv_query_srq``. Made by `SharedReceiveQueue.query`.
+    """Attributes of a shared receive queue (``ibv_query_srq``). Returned by `SharedReceiveQueue.query`.
 
     :param max_wr: depth of the queue, in work requests.
     :param max_sge: number of scatter/gather entries of a work request.
@@ -223,7 +224,7 @@ class ResourceKind:
 
 @dataclass(frozen=True, slots=True)
 class AllocatorUsage:
-    """Allocations of one resource type. Made by `RecordingAllocator.usage`.
+    """Allocations of one resource type. Returned by `RecordingAllocator.usage`.
 
     Bytes are counted as requested, without alignment.
 
@@ -247,7 +248,7 @@ class AllocatorUsage:
 
 @dataclass(frozen=True, slots=True)
 class AllocatorStatistics:
-    """Memory that a native allocator uses at one moment. Made by `NativeAllocator.statistics`.
+    """Memory that a native allocator uses at one moment. Returned by `NativeAllocator.statistics`.
 
     Mappings include memory that is kept for later pieces. They also include all mappings of the allocator below this
     one, even if another allocator uses them.
@@ -277,7 +278,7 @@ FrameKind = Literal["request_out", "answer_in", "request_in", "answer_out"]
 class FaultRecord(NamedTuple):
     """Fault that the fault plan of the software device injected.
 
-    :param kind: ``"verb"``: a call of a verb failed; ``"request"`` or ``"receive"``: a work request completed with an
+    :param kind: ``"verb"``: a call to a verb failed; ``"request"`` or ``"receive"``: a work request completed with an
         error; ``"loss"``: a message was lost; ``"drop"``, ``"duplicate"``, ``"delay"``: a frame was lost, sent twice or
         sent late; ``"cut"``: the stream was closed at a frame.
     :param subject: name of the verb, or number of the queue pair.

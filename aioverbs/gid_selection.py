@@ -12,7 +12,7 @@ _NONE = bytes(16)
 
 @dataclass(frozen=True, slots=True)
 class Gid:
-    """Entry of the GID table of a port: ``struct ibv_gid_entry``.
+    """Entry of the GID table of a port (``struct ibv_gid_entry``).
 
     :param index: index in the table.
     :param gid: GID, 16 bytes.
@@ -35,20 +35,20 @@ class Gid:
 
 
 def select_gid_index(gids: Iterable[Gid]) -> int | None:
-    """Return the index of the GID to send from; None if the table contains no GID.
+    """Return the index of the GID to send from, which is its `Gid.index`; None if the table contains no GID.
 
     RoCE v2, which is routable, is preferred to RoCE v1, which requires both ends to be on the same link. Within a
     version, the order is: IPv4 address, global IPv6 address, link-local address. Among equals, the lowest index wins.
     On InfiniBand, all GIDs have the same type, and the first one, the port GID, is chosen.
 
-    :param gids: entries of the GID table of one port, in any order.
+    :param gids: entries of the GID table of one port, in any order. Entries whose GID is zero are ignored.
     """
     found = [each for each in gids if each.gid != _NONE]
     return min(found, key=_rank).index if found else None
 
 
 def _rank(each: Gid) -> tuple[bool, bool, bool, int]:
-    """Return the sort key of an entry of the GID table: the entry with the lowest key is preferred."""
+    """Return the sort key, a tuple, of an entry of the GID table: the entry with the lowest key is preferred."""
     roce = each.gid_type is not GidType.IB
     return (
         each.gid_type is GidType.ROCE_V1,

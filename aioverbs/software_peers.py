@@ -11,7 +11,7 @@ __all__ = ["FabricStatistics", "Peer", "RejectedPeer"]
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Stream between the software device and the software device of another process. Made by `Device.peers`.
+    """Stream between the software device and the software device of another process. Returned by `Device.peers`.
 
     Each device sends requests over a stream that it connected, and responses over the stream that the peer connected.
     So there are two streams between two devices that both send requests.
@@ -54,7 +54,7 @@ class Peer:
 class RejectedPeer:
     """Peer that the software device rejected, or whose stream it closed because of an invalid frame.
 
-    Made by `Device.refusals`.
+    Returned by `Device.refusals`.
 
     :param time: time of the rejection, in UTC.
     :param gid: first GID of the peer, 16 bytes; None if the peer sent none.

@@ -48,8 +48,9 @@ def destroy_all(opened: "Iterable[handles.Handle]") -> None:
     """Destroy the handles that a test left open, newest first, because parents are created before their children.
 
     :param opened: open handles, oldest first, as `aioverbs_ledger` finds them.
-    :raises BusyResourceError: an open object that is not in the list was created from one of them.
-    :raises VerbsError: a verb failed.
+    :raises BusyResourceError: an open object that is not in `opened` was created from one of the handles. This handle
+        and the older ones stay open.
+    :raises VerbsError: a verb failed. The handle concerned and the older ones stay open.
     """
     from aioverbs._core.handles import handles
     from aioverbs.errors import BusyResourceError
@@ -77,8 +78,8 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 @pytest.fixture
 def aioverbs_ledger(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail a test that leaves handles open, and name the handles. They are destroyed, so that the next test starts
-    clean.
+    """Fail a test that leaves handles open, and name the handles in the failure. The handles are destroyed, so that the
+    next test starts clean.
 
     If the test itself has failed, no second failure is reported.
 

@@ -33,8 +33,7 @@ class MessageByteStream(ByteStream):
         :raises anyio.EndOfStream: the peer sends no more bytes, and all that it sent were returned.
         :raises BusyResourceError: another task is receiving.
         :raises BrokenResourceError: the connection is broken.
-        :raises ClosedResourceError: the connection is closed. Bytes that are left of the last message are returned
-            first.
+        :raises ClosedResourceError: the connection is closed, and no bytes are left of the last received message.
         :raises AffinityError: another event loop owns the connection.
         :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain; no bytes are
             lost.

@@ -153,7 +153,7 @@ class CmControlChannel:
     def abort(self) -> None:
         """Start disconnecting without waiting for the peer's answer. The identifier stays open until `aclose`.
 
-        Has no effect if the queue pair is not connected.
+        This has no effect if the queue pair is not connected.
         """
         state_machine = cm_state_machine_of(self.identifier)
         if state_machine is not None and not self.identifier.closed:

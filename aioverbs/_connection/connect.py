@@ -398,7 +398,8 @@ def check_transport(transport: Transport, ssl: tls.SSLContext | None) -> None:
 def uses_rdma_cm(transport: Transport, domain: Domain, ssl: tls.SSLContext | None) -> bool:
     """Return whether to use rdma_cm for connections on a domain.
 
-    True for ``"rdmacm"``, and for ``"auto"`` if `ssl` is None and the domain is on an RDMA device.
+    The result is True if `transport` is ``"rdmacm"``, or if it is ``"auto"``, `ssl` is None and the domain is on an
+    RDMA device.
 
     :raises ValueError: the transport is ``"rdmacm"`` and the device is a software device.
     :raises ClosedResourceError: the domain is not open.

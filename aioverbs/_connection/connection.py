@@ -136,8 +136,8 @@ class _ConnectionMonitor:
     def _tick(self) -> None:
         """Probe the peer's device if no send or receive has completed since the last tick, and restart the timer.
 
-        If the channel is broken or closed, neither probe nor restart the timer.
-        If the peer is gone, the probe fails within the time limit of the queue pair, and the connection breaks.
+        If the channel is broken or closed, neither probe nor restart the timer. If the peer is gone, the probe fails
+        within the time limit of the queue pair, and the connection breaks.
         """
         channel = self.channel
         if channel is None or channel.broken is not None or channel.closed or self._tick_s is None:
@@ -404,7 +404,8 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
     def _watch_peer(self, control: ControlChannel) -> None:
         """Start watching the control channel before the queue pair is connected.
 
-        So if the peer or the device is lost during the handshake, the task that performs the handshake gets an error.
+        So if the peer or the device is lost during the handshake, the task that performs the handshake gets an
+        exception.
         """
         assert self._monitor is not None
         control.watch(self._monitor.on_lost)

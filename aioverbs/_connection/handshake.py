@@ -103,12 +103,12 @@ NO_CAPABILITIES = Capabilities(0)
 
 
 def _protocol_error(text: str) -> HandshakeError:
-    """Return a `HandshakeError` with the reason PROTOCOL, for a message that violates the protocol."""
+    """Return a `HandshakeError` with the reason PROTOCOL and the details `text`."""
     return HandshakeError(Reason.PROTOCOL, text)
 
 
 def _encode(kind: MessageType, body: bytes, version: int = VERSION) -> bytes:
-    """Return a handshake message: a header for the body, then the body."""
+    """Return a handshake message as bytes: a header with the type `kind`, the version and the length, then the body."""
     return _HEADER.pack(_MAGIC, version, kind, len(body)) + body
 
 

@@ -273,7 +273,7 @@ class MessageChannel:
     def _on_flushed(self, receive: RegionSlice) -> None:
         """Fail the channel because the device flushed a receive: the queue pair is in ERR or destroyed.
 
-        Has no effect if the channel is broken or closed.
+        This has no effect if the channel is broken or closed.
 
         :param receive: memory of the flushed receive.
         """
@@ -294,7 +294,7 @@ class MessageChannel:
         """Process the completions that have arrived, so that received messages are handled.
 
         :returns: False if nothing was processed because another thread is inside a verb on the unlocked domain: the
-            caller has to retry; else True.
+            caller has to retry; else True, even if the completion queue has failed.
         """
         dispatcher = self.receive_queue.dispatcher
         if dispatcher is not None and dispatcher.watched:
@@ -497,7 +497,7 @@ class MessageChannel:
             self._wake()
 
     def _send_controls(self) -> None:
-        """Send the pending control messages, as many as there are credits for."""
+        """Send the pending control messages, as many as there are credits for. The others stay pending."""
         assert self._credits is not None
         while self._pending_controls and self._credits.sendable:
             immediate, fence = next(iter(self._pending_controls.items()))
@@ -506,7 +506,10 @@ class MessageChannel:
             del self._pending_controls[immediate]
 
     def _send_credit_update(self) -> None:
-        """Send a message of kind CREDITS if `Credits.update_due` is True; otherwise do nothing."""
+        """Send a message of kind CREDITS if `Credits.update_due` is True; otherwise do nothing.
+
+        If another thread is inside a verb, try again later.
+        """
         assert self._credits is not None
         if self._credits.update_due and self._send_control(header(FrameKind.CREDITS), False, self._send_credit_update):
             self.updates += 1
@@ -764,7 +767,11 @@ class MessageChannel:
         self._buffers.add_in_flight(buffer, sent)
 
     def _fail_send(self, error: WorkCompletionError) -> Exception:
-        """Fail the channel because a send failed, and return the exception that the sending method has to raise."""
+        """Fail the channel because a send failed, and return the exception that the sending method has to raise.
+
+        :param error: exception of the send.
+        :returns: the same as `closed_error`.
+        """
         self.fail(str(error), error)
         return self.closed_error()
 

@@ -91,7 +91,7 @@ class MonitorDirectory:
         return PermissionError(EACCES, f"{what} with AIOVERBS_MONITOR_DIRECTORY", str(self.path))
 
     def close(self) -> None:
-        """Close the directory's descriptor."""
+        """Close the directory's descriptor. Call once."""
         os.close(self._fd)
 
     def __enter__(self) -> "MonitorDirectory":
@@ -113,7 +113,7 @@ class MonitorDirectory:
         The caller must close the socket and remove its file with `remove`.
 
         :param backlog: maximum number of connections that wait to be accepted.
-        :returns: the socket, and the name of its file in the directory.
+        :returns: a tuple of the socket and the name of its file in the directory.
         :raises OSError: the socket cannot be created.
         """
         name = f"{os.getpid()}-{secrets.token_hex(4)}.sock"

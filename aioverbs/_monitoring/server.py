@@ -173,7 +173,7 @@ class MonitorServer:
         return self._thread.is_alive()
 
     def stop(self) -> None:
-        """Remove the socket file and tell the thread to end, without waiting for it. Can be called from any thread."""
+        """Remove the socket file and tell the thread to end, without waiting for that. Any thread can call this."""
         self._directory.remove(self._name)
         self._stopping = True
         self._wake_writer.send(b"!")
@@ -282,8 +282,8 @@ class MonitorServer:
                 self._selector.modify(viewer.socket, wanted, key.data)
 
     def _serve(self) -> None:
-        """Send a sample to each viewer whose interval has passed, and disconnect those that did not send their request
-        in time.
+        """Send a sample to each viewer whose interval has passed, and disconnect the viewers that did not send their
+        request in time.
         """
         now = time.monotonic()
         if self._accept_after and now >= self._accept_after:
@@ -335,14 +335,16 @@ _forker: int | None = None  # ID of the thread that holds the lock for a fork
 
 
 def _before_fork() -> None:
-    """Prevent samples from being taken during a fork: wait for the end of a running sample, but not longer than 1 s."""
+    """Prevent samples from being taken during a fork: wait for a running sample to finish, but at most 1 s, after which
+    the process forks anyway.
+    """
     global _forker
     if _sampling.acquire(timeout=_FORK_TIMEOUT_S):
         _forker = threading.get_ident()
 
 
 def _after_fork() -> None:
-    """Allow samples to be taken again, in the parent after a fork."""
+    """Allow samples to be taken again, in the parent after a fork, if `_before_fork` prevented them."""
     global _forker
     if _forker == threading.get_ident():
         _forker = None

@@ -40,8 +40,9 @@ def _open_devices() -> Iterator[Resource]:
 
 
 def sample() -> dict[str, object]:
-    """Return a snapshot of all open devices of this process: a dict of JSON-compatible values. Can be called from any
-    thread.
+    """Return a snapshot of all open devices of this process: a dict of JSON-compatible values.
+
+    This can be called from any thread.
 
     The keys are ``devices``, a list of resources; ``time_ns``; and ``truncated``. Each resource has a number (``id``),
     ``kind``, ``label``, ``state``, ``owner``, the file and line in which it was created (``created``), ``native`` (True

@@ -126,7 +126,7 @@ class PendingPeer:
     def report_open(self, is_open: bool) -> None:
         """Report that the peer has become a connection (True), or that its connection is closed (False).
 
-        Can be called from any thread. Only the first report of each kind counts.
+        This can be called from any thread. Only the first report of each kind counts.
         """
         if asyncio._get_running_loop() is self._loop:
             self._set_open(is_open)
@@ -142,7 +142,9 @@ class PendingPeer:
             self._set_state(AcceptState.OPEN if is_open else AcceptState.CLOSED, "")
 
     def refuse(self, reason: str) -> None:
-        """Report that the peer does not become a connection. Has no effect if it has already become one or was refused.
+        """Report that the peer does not become a connection.
+
+        This has no effect if the peer has already become a connection or was refused.
 
         :param reason: name under which the refusal is counted.
         """
@@ -304,7 +306,7 @@ class Acceptor:
     async def _accept(self, listening: socket.socket) -> None:
         """Accept peers at a listening socket until cancelled.
 
-        Starts each peer's handshake when a slot for a handshake is free; refuses the peer if there are too many
+        Start each peer's handshake when a slot for a handshake is free; refuse the peer if there are too many
         connections. A failure to accept is logged, and accepting is retried.
         """
         assert self._loop is not None
@@ -347,7 +349,7 @@ class Acceptor:
     async def _accept_rdma_cm(self, channel: SharedChannel, listener: CmListener) -> None:
         """Accept peers with rdma_cm until the listener is closed or fails.
 
-        Starts each peer's handshake when a slot for a handshake is free; refuses the peer if there are too many
+        Start each peer's handshake when a slot for a handshake is free; refuse the peer if there are too many
         connections. If the device is removed, this is logged.
 
         :raises VerbsError: events of the listener cannot be read, or the identifier of a refused peer cannot be closed.

@@ -460,8 +460,8 @@ class Server(_AcceptorResource):
     async def _on_peer(self, pending: PendingPeer) -> str:
         """Handle a peer from the handshake to the end of the connection, and log the handler's exception, if any.
 
-        :returns: ``""``, or the reason why the peer did not become a connection: the name of a `Reason` or of an
-            exception class.
+        :returns: ``""``, or the reason why the peer did not become a connection: that of `try_accept`, or the name of
+            the class of another exception.
         """
         try:
             result = await self._run_handler(pending)

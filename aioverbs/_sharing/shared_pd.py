@@ -245,7 +245,8 @@ class Share:
             return _InstanceLock(file)
 
     def dup_file(self) -> int:
-        """Return a duplicate of the descriptor of the file that instances lock. The caller closes it; it holds no lock.
+        """Return a duplicate of the descriptor of the file that instances lock. The caller closes the duplicate, which
+        holds no lock.
 
         :raises VerbsError: with ENOENT if the share was destroyed.
         :raises OSError: with EMFILE if no descriptor is left.
@@ -269,7 +270,8 @@ class Share:
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[int]:
-        """Provide a ``with`` block with the descriptor of the file that instances lock. It stays open during the block.
+        """Provide a ``with`` block with the descriptor of the file that instances lock, and keep the descriptor open
+        until the end of the block.
 
         :raises VerbsError: with ENOENT if the share was destroyed.
         """

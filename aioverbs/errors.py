@@ -390,7 +390,11 @@ class TransitionError(ValueError):
     def __str__(self) -> str:
         parts = []
         if self.missing:
-            hint = " (passing a remote endpoint sets those of the peer)" if "dest_qp_num" in self.missing else ""
+            hint = (
+                " (pass the remote endpoint to set those that describe the peer)"
+                if "dest_qp_num" in self.missing
+                else ""
+            )
             parts.append(f"attributes are missing: {', '.join(self.missing)}{hint}")
         if self.unexpected:
             parts.append(f"not allowed in this transition: {', '.join(self.unexpected)}")

@@ -8,7 +8,7 @@ __all__ = ["DEFAULT_PORT", "SoftAddress", "is_software", "parse_name"]
 _DEVICE = "soft0"
 DEFAULT_PORT = 7470
 
-_HINT = "write 10.0.0.1:7470, or [fd00::1]:7470"
+_HINT = "write an address such as 10.0.0.1:7470 or [fd00::1]:7470"
 _UNSPECIFIC = "it is not the address of one host: give one of a network interface of this host"
 
 
@@ -77,7 +77,9 @@ def _host(literal: str, text: str) -> IPv4Address | IPv6Address:
     try:
         return ip_address(literal)
     except ValueError:
-        raise ValueError(f"{literal!r} in {text!r} is not an IP address, and names are not resolved: {_HINT}") from None
+        raise ValueError(
+            f"{literal!r} in {text!r} is not an IP address, and host names are not resolved: {_HINT}"
+        ) from None
 
 
 def _port(digits: str, text: str) -> int:

@@ -192,7 +192,7 @@ def test_problem(
     ("name", "text", "message", "command"),
     [
         ("AIOVERBS_SOFT_USERS", "root", "got 'root'", "unset AIOVERBS_SOFT_USERS"),
-        ("AIOVERBS_SOFT_ADDRESS", "localhost", "names are not resolved", "unset AIOVERBS_SOFT_ADDRESS"),
+        ("AIOVERBS_SOFT_ADDRESS", "localhost", "host names are not resolved", "unset AIOVERBS_SOFT_ADDRESS"),
         ("XDG_RUNTIME_DIR", "run", "must begin with /", "export AIOVERBS_SOFT_DIRECTORY=/tmp/aioverbs-$(id -u)"),
     ],
 )

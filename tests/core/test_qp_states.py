@@ -291,7 +291,7 @@ PATH = QpAttrs(av=VECTOR, path_mtu=Mtu.MTU_1024, dest_qp_num=1, rq_psn=2)
             INIT,
             RTR,
             {"rq_psn": 1},
-            "missing: av, dest_qp_num, path_mtu (passing a remote endpoint sets those of the peer)",
+            "missing: av, dest_qp_num, path_mtu (pass the remote endpoint to set those that describe the peer)",
         ),
         (
             UC,

@@ -67,11 +67,11 @@ def test_addresses(text: str, host: str, port: int) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", r"the address is empty: write 10\.0\.0\.1:7470, or \[fd00::1\]:7470"),
+        ("", r"the address is empty: write an address such as 10\.0\.0\.1:7470 or \[fd00::1\]:7470"),
         ("fd00::1", r"must be in brackets, as in \[fd00::1\]:7470, got 'fd00::1'"),
         ("[10.0.0.1]:7", "brackets are for IPv6: write 10.0.0.1:7"),
         ("[fd00::1", "is not an address: write"),
-        ("host:7470", "'host' in 'host:7470' is not an IP address, and names are not resolved: write"),
+        ("host:7470", "'host' in 'host:7470' is not an IP address, and host names are not resolved: write"),
         ("10.0.0.1:", "'' in '10.0.0.1:' is not a port: write"),
         ("10.0.0.1:\u0667", "is not a port"),
         ("10.0.0.1:0", "`port` must be 1 to 65535, got 0"),

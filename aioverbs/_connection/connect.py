@@ -297,7 +297,7 @@ def connect(
     :raises ValueError: `secret`, `transport` or the combination of `transport` and `ssl` is not valid. When awaited or
         entered: the device does not have the port or GID of the settings or does not support their queue depths, the
         device is a software device and `transport` is ``"rdmacm"``, or the domain cannot use ``spin_ns``.
-    :raises OverflowError: `port` is not in 0..65535.
+    :raises OverflowError: with TCP: `host` is an IP address, and `port` is not in 0..65535.
     """
     chosen = settings if settings is not None else ConnectionSettings()
     check_secret(secret)

@@ -204,7 +204,7 @@ async def connect_tcp(
     :returns: the connected control channel, to be closed by the caller.
     :raises OSError: the name has no address, nothing listens at the address, no file descriptor is left, or (as
         `ssl.SSLError`) the TLS handshake failed.
-    :raises OverflowError: `port` is out of range.
+    :raises OverflowError: `host` is an IP address, and `port` is not in 0..65535.
     """
     name = server_hostname if context is not None else None
     _, control = await running_loop().create_connection(

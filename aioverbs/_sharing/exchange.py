@@ -145,9 +145,9 @@ async def receive(sock: socket.socket, shared_id: int, share_key: int) -> Receiv
     :param shared_id: ID of the protection domain, 96 bits.
     :param share_key: secret of the protection domain, 64 bits.
     :returns: the received access, which the caller closes; the caller also destroys its ``share``.
-    :raises VerbsError: with ENOENT, EACCES or EXDEV if the peer refused; with EACCES also if the peer does not know the
-        key; with EPROTO if the reply is invalid, in which case the socket may have been closed; with EPROTONOSUPPORT if
-        the reply has a different version.
+    :raises VerbsError: with the errno of the refusal if the peer refused, such as ENOENT, EACCES or EXDEV (see
+        `answer`); with EACCES also if the peer does not know the key; with EPROTO if the reply is invalid, in which
+        case the socket may have been closed; with EPROTONOSUPPORT if the reply has a different version.
     :raises BrokenResourceError: the peer closed the socket.
     :raises ValueError: the socket is not a Unix stream socket, or is blocking.
     :raises OSError: with EBADF if the socket is closed.
@@ -187,10 +187,11 @@ async def answer(sock: socket.socket, context: handles.Context, shared: Share | 
     :param context: context of the protection domain.
     :param shared: the shared protection domain.
     :raises VerbsError: if the request was refused: with ENOENT, EACCES or EXDEV if its ID, key or device is wrong; with
-        EPROTO if it is invalid; with EPROTONOSUPPORT if it has a different version. The peer receives the same errno;
-        but if descriptors were attached to the request (EPROTO), the socket is closed instead.
-    :raises OSError: with EMFILE if no descriptor is left, in which case the peer receives no reply; with EBADF if the
-        socket is closed.
+        EPROTO if it is invalid; with EPROTONOSUPPORT if it has a different version; with EMFILE or ENOMEM if a software
+        device has no descriptor or memory left. The peer receives the same errno; but if descriptors were attached to
+        the request (EPROTO), the socket is closed instead.
+    :raises OSError: with EMFILE if no descriptor is left for an RDMA device, in which case the peer receives no reply;
+        with EBADF if the socket is closed.
     :raises ClosedResourceError: the context is closed. The peer receives ENOENT.
     :raises BrokenResourceError: the peer closed the socket.
     :raises ValueError: the socket is not a Unix stream socket, or is blocking.

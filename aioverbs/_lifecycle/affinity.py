@@ -95,9 +95,9 @@ def running_loop() -> asyncio.AbstractEventLoop:
 async def wait_uncancelled(awaited: Coroutine[Any, Any, T] | asyncio.Future[T]) -> T:
     """Wait until a coroutine or future is done, even if the waiting task is cancelled, once or repeatedly.
 
-    If the waiting task was cancelled, the last cancellation is raised after the wait. If the awaited object failed as
-    well, its exception is the cause of that cancellation. In a forked child, a cancellation ends the wait and is raised
-    at once.
+    If the waiting task was cancelled, the last cancellation is raised after the wait, and a result of the awaited
+    object is dropped. If the awaited object failed as well, its exception is the cause of that cancellation. In a
+    forked child, a cancellation ends the wait and is raised at once.
 
     :param awaited: coroutine, which is wrapped in a task on the running loop, or future of that loop.
     :returns: the result of the awaited object.
@@ -129,7 +129,10 @@ async def wait_uncancelled(awaited: Coroutine[Any, Any, T] | asyncio.Future[T]) 
 
 
 def wake(waiter: "asyncio.Future[None] | None") -> None:
-    """Complete a future that a task waits for. Do nothing if the future is None or done, or if its loop is closed."""
+    """Complete a future that a task waits for; its result is None. Call on the future's loop.
+
+    Do nothing if `waiter` is None or done, or if its loop is closed.
+    """
     if waiter is not None and not waiter.done() and not waiter.get_loop().is_closed():
         waiter.set_result(None)
 
@@ -162,8 +165,8 @@ async def wait_socket_ready(sock: socket.socket, *, writing: bool = False) -> No
 class _Owned:
     """Base class of objects that belong to their owner: the event loop, and its thread, that first uses them.
 
-    Calls from other loops raise before anything has changed. A check in the body of a generator would come too late:
-    the exception would end the generator.
+    Calls from other loops raise `AffinityError` before anything has changed. A check in the body of a generator would
+    come too late: the exception would end the generator.
 
     :param name: name of the object in error messages.
     :param may_begin: function that is called before the first use, and raises if the caller may not use the object.
@@ -180,13 +183,13 @@ class _Owned:
     def _enter(self, method: str) -> None:
         """Check that the calling event loop owns the object. If the object has no owner yet, make that loop the owner.
 
-        In the second case ``may_begin`` is called first, and its exceptions are raised, such as `ClosedResourceError`.
-        The owner stays the same on failure.
+        In the second case ``may_begin`` is called first. The owner stays the same on failure.
 
-        :param method: name of the called method, for the error.
-        :raises AffinityError: another event loop or thread owns the object.
+        :param method: name of the called method, for the error message.
+        :raises AffinityError: another event loop or thread owns the object, even if that has ended.
         :raises ForkedProcessError: the owner belongs to the process that this one was forked from.
         :raises RuntimeError: the object has no owner yet, and no asyncio event loop is running.
+        :raises Exception: whatever ``may_begin`` raised, such as `ClosedResourceError`.
         """
         if self._owner is None:
             self._may_begin()
@@ -197,12 +200,13 @@ class _Owned:
     def _leave(self, method: str) -> bool:
         """Check that the caller owns the object, or that the owner's loop or thread has ended.
 
-        If the object has no owner, ``may_begin`` is called, and its exceptions are raised, such as
-        `ClosedResourceError`.
+        If the object has no owner, only ``may_begin`` is called.
 
-        :param method: name of the called method, for the error.
-        :returns: False in a forked child, where the object must be left alone; else True.
-        :raises AffinityError: another event loop owns the object.
+        :param method: name of the called method, for the error message.
+        :returns: False if the owner belongs to the process that this one was forked from, in which case the object must
+            be left alone; else True.
+        :raises AffinityError: another event loop or thread, which has not ended, owns the object.
+        :raises Exception: whatever ``may_begin`` raised, such as `ClosedResourceError`.
         """
         if self._owner is None:
             self._may_begin()
@@ -233,13 +237,14 @@ class OwnedIterator(_Owned, AsyncGenerator[T, None]):
         :raises AffinityError: another event loop owns the iterator. In this case the generator is not advanced.
         :raises ForkedProcessError: the iteration began in the process that this one was forked from.
         :raises RuntimeError: this is the first item, and no asyncio event loop is running.
-        :raises Exception: whatever the generator raised, or ``may_begin``, which is called before the first item.
+        :raises Exception: whatever the generator raised, which ends the iteration; or whatever ``may_begin``, which is
+            called before the first item, raised, in which case the generator is not advanced.
         """
         self._enter("__anext__")
         return await self._generator.asend(value)
 
     async def athrow(self, kind: Any, value: Any = None, traceback: TracebackType | None = None) -> T:
-        """Raise an exception inside the generator, at its last ``yield``.
+        """Raise an exception inside the generator, at its last ``yield``, or at its beginning if it has not started.
 
         :param kind: exception, or type of one.
         :param value: exception, if ``kind`` is a type; None to call the type without arguments.
@@ -249,17 +254,24 @@ class OwnedIterator(_Owned, AsyncGenerator[T, None]):
         :raises AffinityError: another event loop owns the iterator. In this case the generator does not receive the
             exception.
         :raises ForkedProcessError: the iteration began in the process that this one was forked from.
-        :raises BaseException: the given exception, if the generator does not catch it, or any exception that it raises
-            instead.
+        :raises RuntimeError: no item was requested before, and no asyncio event loop is running.
+        :raises BaseException: the given exception, if the generator does not catch it; or any exception that the
+            generator raises instead; or, if no item was requested before, whatever ``may_begin`` raised.
         """
         self._enter("athrow")
         error = (kind() if value is None else value) if isinstance(kind, type) else kind
         return await self._generator.athrow(error.with_traceback(traceback) if traceback is not None else error)
 
     async def aclose(self) -> None:
-        """Close the generator, which ends the iteration. In a forked child, nothing is done.
+        """Close the generator, which ends the iteration.
 
-        :raises AffinityError: another event loop owns the iterator. In this case the generator stays open.
+        After the owner has ended, any event loop may do so. In a forked child, an iteration that began before the fork
+        is left as it is.
+
+        :raises AffinityError: another event loop, which has not ended, owns the iterator. In this case the generator
+            stays open.
+        :raises Exception: whatever the generator raised while it was closed; or, if no item was requested before,
+            whatever ``may_begin`` raised, in which case the generator stays open.
         """
         if self._leave("aclose"):
             await self._generator.aclose()
@@ -268,8 +280,14 @@ class OwnedIterator(_Owned, AsyncGenerator[T, None]):
 class OwnedBlock(_Owned, AbstractAsyncContextManager[T, None], Generic[T]):
     """Asynchronous context manager that belongs to the event loop that enters it, for one block at a time.
 
-    ``async with`` yields the result of `_begin`. It raises `RuntimeError` if the object is already in a block, and
-    `AffinityError` if that block belongs to another event loop. Subclasses implement `_begin` and `_end`.
+    ``async with`` yields the result of `_begin`. Entering the block raises `RuntimeError` if the object is already in a
+    block or no asyncio event loop is running, `AffinityError` if another event loop has entered that block,
+    `ForkedProcessError` if the process that this one was forked from has entered it, and whatever `may_begin` or
+    `_begin` raises. In all these cases, the block is not entered, and the object can be used for a later block.
+
+    The end of the block raises `AffinityError` on another event loop than the one that entered it, unless that loop has
+    ended, and whatever `_end` raises. In a forked child, the end of a block that was entered before the fork does
+    nothing. Subclasses implement `_begin` and `_end`.
 
     :param name: name of the context manager in error messages.
     :param may_begin: function that is called before the block is entered, and raises if the caller may not enter it.
@@ -284,6 +302,8 @@ class OwnedBlock(_Owned, AbstractAsyncContextManager[T, None], Generic[T]):
         """Enter the block on the loop that owns it. Subclasses implement this; ``async with`` calls it.
 
         :returns: the value for ``async with ... as``.
+        :raises Exception: whatever the subclass raises, which ``async with`` raises unchanged; the block is not
+            entered.
         """
         raise NotImplementedError
 
@@ -292,11 +312,14 @@ class OwnedBlock(_Owned, AbstractAsyncContextManager[T, None], Generic[T]):
     ) -> None:
         """Leave the block, on the loop that owns it, or on any loop if the owner has ended.
 
-        Subclasses implement this; ``async with`` calls it at the end of the block with the exception of the block.
+        Subclasses implement this; ``async with`` calls it at the end of the block and does not suppress the exception
+        that the block raised.
 
         :param kind: type of the exception that the block raised; None if it raised none.
         :param error: exception that the block raised; None if it raised none.
         :param traceback: traceback of that exception; None if there is none.
+        :raises Exception: whatever the subclass raises, which ``async with`` raises unchanged; the object is no longer
+            in a block.
         """
         raise NotImplementedError
 
@@ -329,8 +352,10 @@ class OwnedBlock(_Owned, AbstractAsyncContextManager[T, None], Generic[T]):
 class OwnedContext(OwnedBlock[T]):
     """Single-use wrapper that adds the check of the owner to another asynchronous context manager.
 
-    ``async with`` yields the value of the wrapped context manager and raises the exceptions of that. Entering the
-    wrapper a second time raises `RuntimeError`.
+    ``async with`` yields the value of the wrapped context manager, and raises whatever that raises and the exceptions
+    that `OwnedBlock` lists. It does not suppress the exception that the block raised, even if the wrapped context
+    manager would do so. Entering the wrapper again after the wrapped context manager was entered, even in vain, raises
+    `RuntimeError`.
 
     :param name: name of the context manager in error messages.
     :param context: wrapped context manager, which is entered at most once.
@@ -371,7 +396,7 @@ class CrossLoopCondition:
     def notify(self) -> None:
         """Make all waiting tasks, on any loop, test their conditions again.
 
-        Can be called from any thread, after the state that the conditions depend on has changed.
+        This can be called from any thread, after the state that the conditions depend on has changed.
         """
         for loop, event in tuple(self._waiting):
             with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile, so no task waits there
@@ -380,11 +405,11 @@ class CrossLoopCondition:
     async def wait_while(self, condition: Callable[[], object], *, poll_s: float | None = None) -> None:
         """Wait while a condition is true. The condition is tested at the beginning and after each notification.
 
-        :param condition: function without arguments whose result is tested for truth. Exceptions that it raises end the
-            wait.
+        :param condition: function without arguments whose result is tested for truth.
         :param poll_s: interval in seconds at which the condition is also tested, for changes without a notification;
             None if every change is notified.
         :raises RuntimeError: the condition is true at the beginning, and no asyncio event loop is running.
+        :raises Exception: whatever `condition` raised, which ends the wait.
         """
         if not condition():
             return
@@ -416,19 +441,21 @@ async def run_on_owner(
 ) -> object:
     """Call a function on the event loop of an owner, from a task on any asyncio event loop, and wait for its result.
 
-    The function runs in a copy of the caller's context. A plain function is called between the tasks of the owner's
-    loop; a coroutine function is awaited in a new task there. If there is no owner, or the caller is the owner, the
-    function is called directly.
+    If there is no owner, or the caller is the owner, the function is called directly, in the caller's task. Otherwise
+    it runs in a copy of the caller's context: a plain function is called between the tasks of the owner's loop; a
+    coroutine function is awaited in a new task there.
 
-    If the caller is cancelled, the task on the owner's loop is cancelled once. The caller still waits until the
-    function has ended, and then raises the cancellation, or the exception that the function raised instead.
+    If the caller is cancelled, the task on the owner's loop is cancelled once, or the function is not called if it has
+    not started. The caller still waits until the function has ended, unless the owner's loop does not run, and then
+    raises the cancellation, or the exception that the function raised instead.
 
     :param owner: owner on whose loop the function is called; None for the running loop.
     :param function: plain function or coroutine function.
     :param args: positional arguments of the function.
     :param kwargs: keyword arguments of the function.
     :returns: the result of the function.
-    :raises AffinityError: the loop or thread of the owner has ended.
+    :raises AffinityError: the loop or thread of the owner has ended, before or during the call; the function may have
+        been executed in part.
     :raises RuntimeError: no asyncio event loop is running in this thread, and the caller is not the owner.
     :raises ForkedProcessError: the owner belongs to the process that this one was forked from.
     :raises BrokenResourceError: the owner's loop cancelled the function, as when the loop ends; or the function ended
@@ -455,12 +482,14 @@ async def run_on_owner(
 
 
 def _lost(owner: Affinity, call: CrossLoopCall[object]) -> BaseException | None:
-    """Return the exception for a call that can no longer complete on its owner's loop.
+    """Return a new exception for a call that can no longer complete on its owner's loop; None if it still can.
 
     A loop that is closed drops its callbacks without a notification, so the caller polls with this function.
 
-    :returns: `AffinityError` if the loop has ended; `CancelledError` if the call was withdrawn and the loop does not
-        run; None if the call can still complete.
+    :param owner: owner of the loop that the call was sent to.
+    :param call: call that the caller waits for.
+    :returns: `AffinityError` if the owner's loop or thread has ended, or another loop has taken over the owner's
+        objects; `asyncio.CancelledError` if the call was withdrawn and the loop does not run; else None.
     """
     if owner.orphaned or owner.loop is not call.loop:  # or another loop took over the objects of the owner
         return AffinityError(f"the owner {call.loop!r} has ended, and the call that was sent to it is lost")

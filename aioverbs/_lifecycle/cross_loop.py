@@ -25,10 +25,10 @@ class ResultSink(Protocol[T_contra]):
     """Object that receives the result or the exception of a call."""
 
     def settle(self, result: T_contra | None, error: BaseException | None) -> None:
-        """Set the result or the exception of the call. Can be called from any thread; repeated calls have no effect.
+        """Set the result or the exception of the call. This is called at most once for each call, from any thread.
 
         :param result: result of the function, if `error` is None.
-        :param error: exception of the call; None if the function returned.
+        :param error: exception that the call ended with; None if the function returned.
         """
 
 
@@ -50,12 +50,13 @@ class CrossLoopFuture(Generic[T]):
         self._error: BaseException | None = None
 
     def settle(self, result: T | None, error: BaseException | None) -> None:
-        """Set the result or the exception of the call. Can be called from any thread; repeated calls have no effect.
+        """Set the result or the exception of the call.
 
-        Do nothing if the caller's loop is closed.
+        This can be called from any thread. Do nothing if the result or exception was set before, or if the caller's
+        loop is closed.
 
         :param result: result of the function, if `error` is None.
-        :param error: exception of the call; None if the function returned.
+        :param error: exception that the call ended with; None if the function returned.
         """
         try:  # noqa: SIM105  (contextlib.suppress costs as much as the rest of this method)
             self._caller.call_soon_threadsafe(self._set_result, result, error)
@@ -63,9 +64,9 @@ class CrossLoopFuture(Generic[T]):
             pass  # the caller's loop is closed, so no task waits
 
     def _set_result(self, result: T | None, error: BaseException | None) -> None:
-        """Record the result or the exception of the call, and wake the waiting task. Repeated calls have no effect.
+        """Record the result or the exception of the call, and wake the waiting task.
 
-        Call on the caller's loop.
+        Call on the caller's loop. Do nothing if a result or exception was recorded before.
         """
         if self._is_settled:
             return
@@ -78,12 +79,17 @@ class CrossLoopFuture(Generic[T]):
     def watch(self, poll: Callable[[], BaseException | None]) -> None:
         """Call a function every 0.1 s until the call has ended, to detect that the call can no longer complete.
 
-        :param poll: function without arguments that returns an exception with which the call ends, or None.
+        Call on the caller's loop, which also calls the function.
+
+        :param poll: function without arguments that returns an exception to end the call with, or None if the call can
+            still complete.
         """
         self._timer = self._caller.call_later(_POLL_S, self._poll, poll)
 
     def _poll(self, poll: Callable[[], BaseException | None]) -> None:
-        """Call a polling function. If it returns an exception, end the call with that; else poll again after 0.1 s.
+        """Call a polling function. If the function returns an exception, end the call with that exception.
+
+        If the function returns None, poll again after 0.1 s.
 
         :param poll: function that was passed to `watch`.
         """
@@ -95,16 +101,18 @@ class CrossLoopFuture(Generic[T]):
             self._caller.call_soon(self._set_result, None, error)
 
     async def wait(self, withdraw: Callable[[], None]) -> T:
-        """Wait for the end of the call and return its result.
+        """Wait until the call has ended and return its result.
 
-        If the waiting task is cancelled, the call is withdrawn once, and the task still waits for its end, even if it
-        is cancelled again. Then the cancellation is raised, or the exception that the call raised instead. In a forked
+        If the waiting task is cancelled, `withdraw` is called once, and the task still waits until the call has ended,
+        even if the task is cancelled again. Then the first cancellation is raised, even if the call returned a result;
+        but if the call raised another exception than `asyncio.CancelledError`, that exception is raised. In a forked
         child, the cancellation is raised at once: the call belongs to the parent and ends there.
 
         :param withdraw: function that cancels the call on the other loop.
         :returns: the result of the call.
         :raises asyncio.CancelledError: the waiting task was cancelled.
-        :raises BaseException: the exception that was passed to `settle`, or that the function of `watch` returned.
+        :raises BaseException: the exception that was passed to `settle`, or that the function passed to `watch`
+            returned.
         """
         try:
             await self._future
@@ -121,7 +129,10 @@ class CrossLoopFuture(Generic[T]):
         return self._result  # type: ignore[return-value]  # T may include None
 
     async def _wait_settled(self) -> None:
-        """Wait until the call has ended, even if the task is cancelled meanwhile. In a forked child, return at once."""
+        """Wait until the call has ended. If the task is cancelled meanwhile, the cancellation is dropped.
+
+        In a forked child, return at once.
+        """
         with anyio.CancelScope(shield=True):
             while not self._is_settled and self._forks == forks.count:
                 self._future = self._caller.create_future()
@@ -129,11 +140,11 @@ class CrossLoopFuture(Generic[T]):
                     await self._future
 
     def _raise(self) -> None:
-        """Raise the exception of the call and drop the reference to it.
+        """Raise the exception that the call ended with, and drop the reference to it.
 
         Call only once, and only if there is an exception.
 
-        :raises BaseException: always: the exception of the call.
+        :raises BaseException: always: the exception that the call ended with.
         """
         error, self._error = self._error, None
         assert error is not None
@@ -176,7 +187,7 @@ class CrossLoopCall(Generic[T]):
         self._task: asyncio.Task[None] | None = None  # task on the loop of the call
 
     def send_to(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Schedule the call on a loop. Can be called from any thread.
+        """Schedule the call on a loop. This can be called from any thread.
 
         :raises RuntimeError: the loop is closed.
         """
@@ -184,20 +195,25 @@ class CrossLoopCall(Generic[T]):
         loop.call_soon_threadsafe(self.start)
 
     def withdraw(self) -> None:
-        """Cancel the call if it has started, else prevent its start. Can be called from any thread, after `send_to`."""
+        """Cancel the task of the call if the call has started, else prevent the start.
+
+        This can be called from any thread, after `send_to`. It has no effect on a call that has ended, or if the loop
+        is closed.
+        """
         self.is_withdrawn = True
         with contextlib.suppress(RuntimeError):  # the loop is closed: the call cannot start
             self.loop.call_soon_threadsafe(self._cancel)
 
     def _cancel(self) -> None:
-        """Cancel the task of the call, if it has one. Must be called on the loop of the call."""
+        """Cancel the task of the call, if there is one. Call on the loop of the call."""
         if self._task is not None:
             self._task.cancel()
 
     def start(self) -> None:
-        """Start the call, or settle it as cancelled if it was withdrawn. Must be called on the loop of the call.
+        """Start the call, or settle it as cancelled if it was withdrawn. Call on the loop of the call.
 
-        :raises SystemExit: the function raised it, which ends the loop; the same applies to `KeyboardInterrupt`.
+        :raises SystemExit: the function raised it; it is raised again here to end the loop, after the call was settled
+            by `leave`. The same applies to `KeyboardInterrupt`.
         """
         if self.is_withdrawn:
             self.settle(None, self.cancellation())
@@ -217,7 +233,7 @@ class CrossLoopCall(Generic[T]):
         self._task.add_done_callback(functools.partial(self._done, result))
 
     async def _run(self, awaitable: Awaitable[T]) -> None:
-        """Await the result of the function and settle the call with it. This is the task of the call.
+        """Await the result of the function and settle the call with its value or exception. This is the call's task.
 
         :param awaitable: object that the function returned.
         """
@@ -249,10 +265,10 @@ class CrossLoopCall(Generic[T]):
             self.settle(None, self.cancellation())
 
     def settle(self, result: T | None, error: BaseException | None) -> None:
-        """Pass the result or the exception of the call to the receiver. Repeated calls have no effect.
+        """Pass the result or the exception of the call to ``outcome``. Do nothing if that was done before.
 
         :param result: result of the function, if `error` is None.
-        :param error: exception of the call; None if the function returned.
+        :param error: exception that the call ended with; None if the function returned.
         """
         outcome, self.outcome = self.outcome, None  # avoid a reference cycle through the error's traceback
         if outcome is not None:
@@ -268,7 +284,7 @@ class CrossLoopCall(Generic[T]):
         return BrokenResourceError(f"{self.owner!r} cancelled the call that was sent to it")
 
     def leave(self, error: BaseException) -> None:
-        """Settle the call with `BrokenResourceError`, because its function ends the loop.
+        """Settle the call with a `BrokenResourceError`, because its function ends the loop.
 
         :param error: SystemExit or KeyboardInterrupt that the function raised.
         """

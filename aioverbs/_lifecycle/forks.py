@@ -22,7 +22,10 @@ _with_locks: "weakref.WeakSet[HasLock]" = weakref.WeakSet()
 
 
 def renew_lock_in_children(with_lock: HasLock) -> None:
-    """Register an object, so that its method ``_renew_lock`` is called in each child that is forked from now on."""
+    """Register an object, so that its method ``_renew_lock`` is called in each child that is forked from now on.
+
+    The object is referenced only weakly.
+    """
     _with_locks.add(with_lock)
 
 
@@ -52,7 +55,11 @@ def keep_from_children(with_descriptor: HasFileno) -> None:
 
 
 def _after_fork_in_child() -> None:
-    """Count the fork, and replace the locks and descriptors of registered objects. Called in each forked child."""
+    """Count the fork, and replace the locks and descriptors of registered objects. Python calls this in a forked child.
+
+    :raises OSError: no socket pair can be created, and the descriptors are not replaced. Python passes the exception to
+        ``sys.unraisablehook``, and the child continues.
+    """
     global count
     count += 1
     for with_lock in _with_locks:
@@ -63,7 +70,7 @@ def _after_fork_in_child() -> None:
 def _replace_descriptors() -> None:
     """Replace the descriptors of all objects that `keep_from_children` has registered with idle sockets.
 
-    :raises OSError: no socket pair can be created.
+    :raises OSError: no socket pair can be created. In this case no descriptor is replaced.
     """
     global _idle_peer
     numbers = [number for with_descriptor in _not_for_children if (number := with_descriptor.fileno()) >= 0]

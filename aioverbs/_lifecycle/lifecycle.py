@@ -78,19 +78,19 @@ class Destroyable(Protocol):
     """Handle, or another object that a resource releases when it is closed."""
 
     def destroy(self) -> None:
-        """Release the object. Called only once, or again if it raised."""
+        """Release the object. This is called once, and again at the next attempt to close the resource if it raised."""
 
 
 class User(Protocol):
     """Object of the user that a node of the resource tree belongs to."""
 
     def _drop_parents(self) -> None:
-        """Drop the references to the parents. Called after the resource was closed."""
+        """Drop the references to the parents. This is called after the resource has been closed."""
 
 
 @dataclass(frozen=True)
 class ResourceInfo:
-    """Snapshot of a resource and of the resources that were made from it. Made by `Device.resources`.
+    """Snapshot of a resource and of the resources that were made from it. `Device.resources` returns one.
 
     :param kind: class name of the resource, such as ``"QueuePair"``.
     :param label: text that identifies the resource among others of its kind, such as its number; may be empty.
@@ -111,7 +111,7 @@ class ResourceInfo:
         return "\n".join(self._lines(""))
 
     def _text(self) -> str:
-        """Return one line of text about the resource: its kind, label, state, owner and creation site."""
+        """Return one line of text about the resource: its kind, label, state, owner if any, and creation site."""
         parts = [f"{self.kind} {self.label}".rstrip(), self.state.value]
         parts += [f"owner: {self.owner}"] if self.owner else []
         return ", ".join([*parts, f"opened at {self.created}"])
@@ -187,7 +187,8 @@ class _Closing:
 
     @property
     def may_never_end(self) -> bool:
-        """True if the attempt may take forever, because it runs in a background task or on a loop that may stop."""
+        """True if the attempt may take forever, because it runs in a background task or on another loop, which may
+        stop."""
         return self.background is not None or (self.closer is not None and not self.closer.owns())
 
     def stop_work(self) -> None:
@@ -291,7 +292,8 @@ class Lifecycle:
 
         :param parents: nodes of the parents.
         :param owner: owner of the resource; None if any loop may use it.
-        :raises ClosedResourceError: the resource was opened before, or a parent is not open.
+        :raises ClosedResourceError: the resource was opened before, is being opened or is FAILED; or a parent is
+            neither open nor being opened.
         :raises ForkedProcessError: the resource or a parent was opened in the process that this one was forked from.
         """
         with _tree:
@@ -336,9 +338,9 @@ class Lifecycle:
             self._handles.append(handle)
 
     def detach(self, handle: Destroyable) -> None:
-        """Remove an attached object, so that closing the resource does not destroy it.
+        """Detach an object from the resource, so that closing the resource does not destroy the object.
 
-        Do nothing if the resource is no longer open, or if the object is not attached.
+        Do nothing if the resource is not open, or if the object is not attached.
 
         :param handle: object that was passed to `attach`.
         """
@@ -355,8 +357,8 @@ class Lifecycle:
 
         The parts have not been used yet, so there is no work in flight to wait for.
 
-        :raises VerbsError: a verb failed. The state of the resource and its parts is set to FAILED; they can only be
-            closed.
+        :raises Exception: whatever destroying a handle raised, such as `VerbsError`. The state of the resource, and of
+            each part that was not undone before, is set to FAILED; these can only be closed.
         """
         try:
             for part in reversed(tuple(self.children.values())):
@@ -371,7 +373,7 @@ class Lifecycle:
     # ---- Waiting for another task that opens or closes the resource
 
     def _settle(self, state: ResourceState) -> None:
-        """Set the state and notify waiting tasks. Can be called from any thread.
+        """Set the state and notify waiting tasks. This can be called from any thread.
 
         If the new state is NEW or CLOSED, remove the resource from the tree.
         """
@@ -402,7 +404,7 @@ class Lifecycle:
     def _is_changing(self) -> bool:
         """Return whether a task is opening or closing the resource.
 
-        First abort an attempt to close whose loop has ended.
+        First, abort any attempt to close the resource whose event loop has ended.
         """
         self._abort_deserted_closing()
         return self.state is OPENING or self.state is CLOSING
@@ -414,7 +416,7 @@ class Lifecycle:
 
         After the end of the owner's loop or thread, any caller is accepted.
 
-        :param verb: name of the verb or method, for the error.
+        :param verb: name of the verb or method, for the error message.
         :raises AffinityError: the owner is another loop or thread.
         :raises ConcurrentAccessError: another verb is in flight on an object of the same owner.
         :raises ForkedProcessError: the owner belongs to the process that this one was forked from.
@@ -423,13 +425,14 @@ class Lifecycle:
             self.owner.check(self, verb)
 
     def _check_can_close(self) -> None:
-        """Check that the caller may close the resource, and make it the owner of parts whose owners have ended.
+        """Check that the caller may close the resource and everything that was made from it.
 
-        :raises AffinityError: another event loop owns the resource.
+        If the owner of the resource or of a descendant has ended, make the running loop the new owner.
+
+        :raises AffinityError: another event loop, which has not ended, owns the resource.
         :raises ConcurrentAccessError: a verb is in flight on an object of the same owner.
-        :raises BusyResourceError: a part of the subtree belongs to another event loop that has not ended.
-        :raises RuntimeError: the owner of a part has ended, and no asyncio event loop is running here to take the part
-            over.
+        :raises BusyResourceError: a descendant belongs to another event loop that has not ended.
+        :raises RuntimeError: an owner has ended, and no asyncio event loop is running here to become the new owner.
         """
         # Call under the tree's lock. Only the owner may close the resource, because the owner's thread may be in one of
         # its verbs. After that thread has ended, no thread is in a verb, and the closing loop becomes the owner.
@@ -449,9 +452,9 @@ class Lifecycle:
                 owner.take_over()
 
     def _foreign_parts(self) -> "list[tuple[Lifecycle, Affinity]]":
-        """Return a list of the nodes in the subtree that belong to other loops, each with its owner.
+        """Return a list of tuples: the nodes in the subtree that the caller does not own, each with its owner.
 
-        Call with the tree's lock.
+        Owners that have ended are included. Call with the tree's lock.
         """
         owned = ((lifecycle, lifecycle.owner) for lifecycle in self.subtree())
         return [(lifecycle, owner) for lifecycle, owner in owned if owner is not None and not owner.owns()]
@@ -472,22 +475,31 @@ class Lifecycle:
     async def close(self) -> None:
         """Close the resource: close its children, newest first, wait for its work in flight, and destroy its handles.
 
-        A warning is issued for each child that the user left open. If this is cancelled, only the wait for work in
-        flight is interrupted; closing continues. A warning that is turned into an error does not interrupt closing
-        either. If the wait was for work requests that use memory of the resource, or for another loop that closes a
-        child, a background task continues the wait and then closes the rest. If a verb fails, the resource stays open
-        and can be closed again. If another task is opening or closing the resource, wait for that task; if the loop of
-        that task has ended, take over. In a forked child, a resource that was opened before the fork is not closed.
+        A `ResourceWarning` is issued for each child that the user left open. If this is cancelled, only the wait for
+        work in flight is interrupted; closing continues. A warning that is turned into an error does not interrupt
+        closing either. If the wait was for work requests that use memory of the resource, or for another loop that
+        closes a child, a background task continues the wait and then closes the rest.
 
-        :raises BusyResourceError: a resource that another event loop owns was made from this one; in this case nothing
-            is changed. Or receives are posted in memory that is to be deregistered.
-        :raises AffinityError: another event loop owns the resource. In this case nothing is changed.
-        :raises ConcurrentAccessError: another thread is in a verb on the same domain. The resource stays open.
+        If this fails, the resource stays open and can be closed again; children that were closed before the failure
+        stay closed. If another task is opening or closing the resource, wait for that task, and close the resource if
+        it is still open; if the loop of that task has ended, take over. Do nothing if the resource is closed or was
+        never opened, or, in a forked child, if it was opened before the fork.
+
+        :raises BusyResourceError: another event loop, which has not ended, owns a resource that was made from this one;
+            in this case nothing is changed. Also raised if receives are posted in memory that would be deregistered, or
+            if ``drain`` raises it; the resource then stays open.
+        :raises AffinityError: another event loop, which has not ended, owns the resource. In this case nothing is
+            changed.
+        :raises ConcurrentAccessError: another thread is executing a verb on the same domain. The resource stays open.
         :raises VerbsError: a verb failed. The resource stays open.
-        :raises asyncio.CancelledError: this was cancelled. The resource is closed, or a background task closes it.
+        :raises asyncio.CancelledError: this was cancelled. The resource is closed, or a background task closes it, or
+            closing failed, which a note on the exception says.
         :raises ResourceWarning: if warnings are turned into errors and a warning was issued. The resource is closed.
-        :raises RuntimeError: another task is opening or closing the resource, and no asyncio event loop is running
-            here.
+        :raises RuntimeError: no asyncio event loop is running here, and another task is opening or closing the
+            resource, work is in flight, or the owner of the resource or of a descendant has ended. This call then does
+            not close the resource.
+        :raises Exception: whatever ``drain`` or destroying a handle raised, such as an exception of the allocator. The
+            resource stays open.
         """
         interruptions: list[BaseException] = []
         try:
@@ -506,13 +518,18 @@ class Lifecycle:
     def close_later(self) -> None:
         """Begin to close the resource, and let a background task on the running loop do the rest.
 
-        Do nothing if the resource is not open, or if another task is opening or closing it.
+        If the background task fails, the loop logs the exception, and the resource stays open and can be closed again.
+        Do nothing if the resource is not open, if it was opened before this process was forked, or if another task is
+        opening or closing it.
 
-        :raises BusyResourceError: a resource that another event loop owns was made from this one. In this case nothing
-            is changed.
-        :raises AffinityError: another event loop owns the resource. In this case nothing is changed.
-        :raises ResourceWarning: if warnings are turned into errors and ``stop`` issued one. The resource is closed all
-            the same.
+        :raises BusyResourceError: another event loop, which has not ended, owns a resource that was made from this one.
+            In this case nothing is changed.
+        :raises AffinityError: another event loop, which has not ended, owns the resource. In this case nothing is
+            changed.
+        :raises ConcurrentAccessError: another thread is executing a verb on the same domain. In this case nothing is
+            changed.
+        :raises ResourceWarning: if warnings are turned into errors and ``stop`` issued one. The background task still
+            closes the resource.
         :raises RuntimeError: no asyncio event loop is running. In this case nothing is changed.
         """
         asyncio.get_running_loop()
@@ -528,11 +545,11 @@ class Lifecycle:
     async def _close(self, interruptions: list[BaseException], in_task: bool = False) -> bool:
         """Close the resource, unless another task is opening or closing it.
 
-        :param interruptions: list to which cancellations and warnings are appended, to be raised at the end.
+        :param interruptions: list to which cancellations and warnings are appended; the caller raises one at the end.
         :param in_task: True in a background task: if that is cancelled, the resource stays open.
         :returns: False if another task is opening or closing the resource; True if the resource is now closed, was
             closed before or was never opened, or if it was opened before this process was forked.
-        :raises BusyResourceError: see `close`; all other exceptions of `close` are raised as well.
+        :raises BusyResourceError: see `close`; all other exceptions that `close` lists are raised as well.
         """
         closing = self._begin_closing()
         if closing is None:
@@ -555,13 +572,14 @@ class Lifecycle:
         return True
 
     async def _finish(self, interruptions: list[BaseException], in_task: bool) -> None:
-        """Close the children, wait for work in flight and destroy the handles. Raises the same exceptions as `close`.
+        """Close the children, wait for work in flight and destroy the handles.
 
-        :param interruptions: list to which cancellations and warnings are appended, to be raised at the end.
+        :param interruptions: list to which cancellations and warnings are appended; the caller raises one at the end.
         :param in_task: True in a background task.
-        :raises asyncio.CancelledError: this was cancelled while memory of the resource or of a child is in use, or
-            while another loop closes a child. Closing is not complete.
-        :raises VerbsError: a verb failed; the handles that were not destroyed are still held.
+        :raises asyncio.CancelledError: this was cancelled while memory of the resource or of a child was in use, or
+            while another loop was closing a child. Closing is not complete.
+        :raises VerbsError: a verb failed; the handles that were not destroyed are still held. The other exceptions that
+            `close` lists are raised as well.
         """
         # A cancellation leaves this method only while memory of the resource or of a child is in use.
         if self.children:
@@ -578,7 +596,7 @@ class Lifecycle:
         self._destroy_handles()
 
     def _abort_closing(self, closing: _Closing) -> None:
-        """Abort an attempt to close and restore the state before it.
+        """Abort an attempt to close the resource, and restore the state that the resource had before the attempt.
 
         Do nothing if the attempt is no longer the current one.
         """
@@ -591,7 +609,7 @@ class Lifecycle:
     def _abort_deserted_closing(self) -> None:
         """Abort the current attempt to close if its loop has ended.
 
-        If several threads call this, only one of them does so.
+        If several threads call this, only one of them aborts the attempt.
         """
         with _tree:
             closing = self._closing
@@ -623,7 +641,7 @@ class Lifecycle:
         If that task is cancelled, for example at the end of the loop, the resource stays open.
 
         :param closing: attempt to continue.
-        :raises RuntimeError: no asyncio event loop is running.
+        :raises RuntimeError: no asyncio event loop is running. The attempt is not aborted; the caller must do so.
         """
         closing.work = self._finish_in_task(closing)
         closing.background = task = asyncio.get_running_loop().create_task(closing.work)
@@ -635,7 +653,7 @@ class Lifecycle:
 
         If this fails or is cancelled, the attempt is aborted, so that the resource can be closed again.
 
-        :raises BaseException: whatever `_finish` raised.
+        :raises BaseException: whatever `_finish` raised. The resource then has the state from before the attempt.
         """
         try:
             await self._finish([], True)
@@ -645,10 +663,12 @@ class Lifecycle:
         self._closed()
 
     def _begin_closing(self) -> _Closing | None:
-        """Begin an attempt to close the resource, and set the state to CLOSING.
+        """Begin an attempt to close the resource, and set the state to CLOSING. First, abort a deserted attempt.
 
-        :returns: the attempt; None if the resource is not open, or if another task is opening or closing it.
-        :raises BusyResourceError: see `_check_can_close`, whose other exceptions are raised as well.
+        :returns: the attempt; None if the resource is neither OPEN nor FAILED, or was opened before this process was
+            forked.
+        :raises BusyResourceError: see `_check_can_close`; all other exceptions that it lists are raised as well. The
+            state stays the same.
         """
         self._abort_deserted_closing()
         with _tree:
@@ -663,7 +683,9 @@ class Lifecycle:
     async def _close_children(self, interruptions: list[BaseException], in_task: bool) -> None:
         """Close the children, newest first, and warn of each one that the user left open.
 
-        Raises the same exceptions as `_finish`.
+        Children that their siblings use are closed after these. This raises the same exceptions as `_finish`; the
+        children that follow the failed one then stay open. A warning that is turned into an error is appended to
+        `interruptions`.
         """
         children = list(self.children.values())
         children.reverse()
@@ -681,14 +703,14 @@ class Lifecycle:
                         interruptions.append(raised)
 
     async def _close_as_part(self, interruptions: list[BaseException], in_task: bool) -> bool:
-        """Close the resource as `_close` does, but try again while another thread is in a verb on the domain.
+        """Close the resource as `_close` does, but try again while another thread is executing a verb on the domain.
 
-        Only parts of other resources are tried again, up to 1000 times: a failure would leave the resource that they
-        belong to partly closed.
+        Only parts of other resources are tried again, up to 1000 times, each in a new turn of the loop: a failure would
+        leave the resource that they belong to partly closed.
 
         :returns: the same as `_close`.
-        :raises ConcurrentAccessError: another thread is still in a verb. All other exceptions of `close` are raised as
-            well.
+        :raises ConcurrentAccessError: another thread is still executing a verb. All other exceptions that `close` lists
+            are raised as well.
         """
         for _ in range(_CLOSE_ATTEMPTS if self.suppress_warning else 0):
             with contextlib.suppress(ConcurrentAccessError):
@@ -708,6 +730,7 @@ class Lifecycle:
         :param interruptions: list to which a cancellation is appended that does not end the wait.
         :raises asyncio.CancelledError: this was cancelled, and the child must wait for work with its memory, or may
             take forever to close.
+        :raises RuntimeError: no asyncio event loop is running.
         """
         try:
             await child.wait_settled()
@@ -719,7 +742,10 @@ class Lifecycle:
             await child._wait_settled_uncancelled(interruptions)
 
     async def _wait_settled_uncancelled(self, interruptions: list[BaseException]) -> None:
-        """Wait as `wait_settled` does, without being interrupted: a cancellation is appended to ``interruptions``."""
+        """Wait as `wait_settled` does, even if this is cancelled: the cancellation is appended to `interruptions`.
+
+        :raises RuntimeError: no asyncio event loop is running.
+        """
         try:
             await wait_uncancelled(self.wait_settled())
         except asyncio.CancelledError as raised:
@@ -728,7 +754,8 @@ class Lifecycle:
     def _destroy_handles(self) -> None:
         """Destroy the handles of the resource, in the order that `hold` and `hold_below` describe.
 
-        :raises VerbsError: a verb failed; the handle concerned and those after it are still held.
+        :raises Exception: whatever destroying a handle raised, such as `VerbsError` or an exception of an allocator.
+            That handle and those that would have been destroyed after it are still held.
         """
         while self._handles:
             self._handles[-1].destroy()
@@ -737,7 +764,11 @@ class Lifecycle:
     def on_user_collected(self) -> None:
         """Warn that the user's object was garbage-collected while open, and schedule the closing of the resource.
 
-        A finalizer calls this, so it calls no verb and takes no lock.
+        The owner's loop closes the resource. Without an owner that has not ended, the resource is closed together with
+        its parents, and a device by `reap`. Do nothing if the resource is not open, if its warning is turned off, or if
+        it was opened before this process was forked. A finalizer calls this, so it calls no verb and takes no lock.
+
+        :raises ResourceWarning: if warnings are turned into errors. The closing has been scheduled.
         """
         if self.state not in (OPEN, FAILED) or self.suppress_warning or self.inherited:
             return
@@ -767,7 +798,7 @@ class Lifecycle:
         return None
 
     def info(self) -> ResourceInfo:
-        """Return a snapshot of the resource and of all resources made from it.
+        """Return a snapshot of the resource and of all resources made from it, as a `ResourceInfo`.
 
         A resource with several parents is listed under the first of them.
         """
@@ -777,10 +808,10 @@ class Lifecycle:
 
 
 def _warn_open(lifecycle: Lifecycle, reason: str) -> None:
-    """Issue a ResourceWarning that a resource was left open.
+    """Issue a `ResourceWarning` that says that a resource was left open.
 
     :param lifecycle: node of the resource.
-    :param reason: text on why the resource is noticed now.
+    :param reason: text that ends the message and says why the warning is issued now.
     :raises ResourceWarning: if warnings are turned into errors.
     """
     warnings.warn(f"{lifecycle!r} was still open: {reason}", ResourceWarning, stacklevel=2, source=lifecycle)
@@ -793,6 +824,8 @@ _background_tasks: set[asyncio.Task[None]] = set()  # strong references: loops k
 def reap() -> None:
     """Start tasks on the running loop that close the devices whose objects were garbage-collected while open.
 
+    A device that cannot be closed is queued again, for the next call to this function.
+
     :raises RuntimeError: there is such a device, and no asyncio event loop is running.
     """
     with contextlib.suppress(IndexError):  # another thread took the last one
@@ -803,7 +836,7 @@ def reap() -> None:
 def _close_forgotten(lifecycle: Lifecycle) -> None:
     """Start a task on the running loop that closes a garbage-collected resource.
 
-    If the resource is a device that cannot be closed yet, queue it for `reap` instead.
+    If the resource is a device from which another loop's resource was made, queue the device for `reap` instead.
 
     :raises RuntimeError: no asyncio event loop is running.
     """
@@ -827,7 +860,8 @@ def _on_forgotten_closed(lifecycle: Lifecycle, task: asyncio.Task[None]) -> None
 
     :param lifecycle: node of the resource.
     :param task: task that has ended.
-    :raises Exception: whatever the task raised, except `BusyResourceError`; the loop logs it.
+    :raises Exception: whatever the task raised, except `BusyResourceError` and `asyncio.CancelledError`; the loop logs
+        the exception.
     """
     _background_tasks.discard(task)
     if lifecycle.state is CLOSED:
@@ -839,12 +873,12 @@ def _on_forgotten_closed(lifecycle: Lifecycle, task: asyncio.Task[None]) -> None
 
 
 def _on_background_end(lifecycle: Lifecycle, closing: _Closing, task: asyncio.Task[None]) -> None:
-    """Handle the end of a background task that was closing a resource.
+    """Handle the end of a background task that was closing a resource, and abort the attempt if it is still current.
 
     :param lifecycle: node of the resource.
     :param closing: attempt that the task continued.
     :param task: task that has ended.
-    :raises BaseException: whatever the task raised; the loop logs it.
+    :raises BaseException: whatever the task raised, except `asyncio.CancelledError`; the loop logs the exception.
     """
     _background_tasks.discard(task)
     lifecycle._abort_closing(closing)  # if the task was cancelled before its first step

@@ -23,7 +23,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ResourceStatistics:
-    """Counts of a resource at one moment. Made by `Resource.statistics`.
+    """Counts of a resource at one moment. `Resource.statistics` returns one.
 
     :param children: number of open resources that were made from this one.
     """
@@ -34,8 +34,8 @@ class ResourceStatistics:
 def creation_site() -> Site | None:
     """Return the place in the user's code that called the library. `format_site` formats the place as text.
 
-    :returns: the code object of the innermost frame outside of the library, and the offset of the instruction there;
-        None if all frames are in the library.
+    :returns: tuple of the code object of the innermost frame outside of the library and of `contextlib`, and the byte
+        offset of the instruction there; None if there is no such frame.
     """
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__", "").startswith(("aioverbs.", "contextlib")):
@@ -47,10 +47,14 @@ class Resource(anyio.abc.AsyncResource):
     """Base class of everything that is opened and closed: devices, domains, queues, regions.
 
     ``async with`` opens the resource and closes it at the end of the block; outside of a block, `open` and `aclose` do
-    the same. A resource references its parents, so that they are not garbage-collected before it. Closing a parent
-    closes all resources that were made from it, with a `ResourceWarning` for each one that is still open.
+    the same. If the block raises an exception and closing fails as well, the second exception becomes a note on the
+    first one. A resource references its parents, so that they are not garbage-collected before it. Closing a parent
+    closes all resources that were made from it, with a `ResourceWarning` for each one that is still open. An open
+    resource that is garbage-collected is closed in the background, or together with its parents, with a
+    `ResourceWarning` as well.
 
     :param parents: resources that this one is made from.
+    :raises TypeError: a parent is not a `Resource`.
     """
 
     def __init__(self, *parents: "Resource") -> None:
@@ -69,22 +73,22 @@ class Resource(anyio.abc.AsyncResource):
     # ---- Hooks for subclasses
 
     def _owner(self) -> Affinity | None:
-        """Return the owner for the resource that is being opened; None if any loop may use it.
+        """Return the owner for the resource that is being opened; None if any loop may use the resource.
 
-        Subclasses override this.
+        Subclasses override this, and may raise `RuntimeError` if no asyncio event loop is running.
         """
         return None
 
     def _open(self) -> None:
         """Create the handles, and pass each one to ``self._lifecycle.hold`` as soon as it exists.
 
-        Subclasses implement this. If it raises, for example `VerbsError`, the caller destroys the handles that have
-        been passed.
+        Subclasses implement this. If this raises, for example `VerbsError`, the caller destroys the handles that have
+        been passed, and raises the exception unchanged.
         """
         raise NotImplementedError
 
     def _drop_parents(self) -> None:
-        """Drop the references to the parents. Called after the resource was closed."""
+        """Drop the references to the parents. This is called after the resource has been closed."""
         self._parents = ()  # a resource and its parts may reference each other: break the cycle
 
     # ---- Opening, closing and state
@@ -111,7 +115,10 @@ class Resource(anyio.abc.AsyncResource):
         return self._lifecycle.owner
 
     def statistics(self) -> ResourceStatistics:
-        """Return the current counts of the resource, such as the number of open resources that were made from it."""
+        """Return the current number of open resources that were made from this one, as a `ResourceStatistics`.
+
+        Subclasses return a subclass of it with further counts.
+        """
         return ResourceStatistics(len(self._lifecycle.children))
 
     def _check_open(self) -> None:
@@ -132,16 +139,17 @@ class Resource(anyio.abc.AsyncResource):
         """Open the resource, as ``async with`` does. The caller must close it with `aclose`.
 
         If this fails or is cancelled, the resource stays unopened. If the handles created by then cannot be destroyed,
-        its state is FAILED.
+        the state is FAILED instead, the resource can only be closed, and a note on the exception says so.
 
         :returns: the resource itself.
-        :raises ClosedResourceError: the resource was opened before, or a resource that it is made from is closed.
+        :raises ClosedResourceError: the resource was opened before, or a resource that it is made from is not open.
         :raises ForkedProcessError: the resource, or one that it is made from, was opened in the process that this one
             was forked from.
         :raises AffinityError: another event loop owns a resource that this one is made from.
-        :raises ConcurrentAccessError: another thread is in a verb on the same domain.
+        :raises ConcurrentAccessError: another thread is executing a verb on the same domain.
         :raises VerbsError: a verb failed.
         :raises RuntimeError: the resource needs an asyncio event loop, and none is running.
+        :raises Exception: whatever an allocator of the user raised.
         """
         if turn := spend(OPENING):
             await yield_to_loop(turn)
@@ -149,7 +157,7 @@ class Resource(anyio.abc.AsyncResource):
         return self
 
     def _open_now(self) -> None:
-        """Open the resource without an await. Raises the same exceptions as `open`."""
+        """Open the resource without an await. This raises the same exceptions as `open`, with the same effects."""
         # There is no await in here, so a cancellation finds the resource either unopened or open.
         lifecycle = self._lifecycle
         lifecycle.begin(tuple([parent._lifecycle for parent in self._parents]), self._owner())
@@ -166,21 +174,27 @@ class Resource(anyio.abc.AsyncResource):
     async def aclose(self) -> None:
         """Close the resource, after closing all open resources that were made from it.
 
-        A `ResourceWarning` is issued for each of those that the user left open. Closing a closed resource does nothing.
-        If another task is opening or closing the resource, wait until that task has finished. If this is cancelled, the
-        resource is closed all the same; memory is deregistered as soon as no work request uses it. If a verb fails as
-        well, the cancellation is raised, with the error as its context and in a note.
+        A `ResourceWarning` is issued for each of those that the user left open. Closing a resource that is closed or
+        was never opened does nothing. If another task is opening or closing the resource, wait until that task has
+        finished, and close the resource if it is still open.
+
+        If this is cancelled, the resource is still closed; memory is deregistered as soon as no work request uses it.
+        If a verb fails as well, the resource stays open, and the cancellation is raised, with the exception of the verb
+        as its context and in a note.
 
         In a forked child, nothing is done, because the parent process still uses the resource.
 
-        :raises BusyResourceError: a resource that another event loop owns was made from this one; in this case nothing
-            is done. Or receives are posted in memory that would be deregistered; in this case the resource stays open.
-        :raises AffinityError: another event loop owns the resource. In this case nothing is done.
-        :raises ConcurrentAccessError: another thread is in a verb on the same domain. The resource stays open.
-        :raises VerbsError: a verb failed. The resource stays open and can be closed again.
+        :raises BusyResourceError: another event loop, which has not ended, owns a resource that was made from this one;
+            in this case nothing is done. Also raised if receives are posted in memory that would be deregistered; the
+            resource then stays open.
+        :raises AffinityError: another event loop, which has not ended, owns the resource. In this case nothing is done.
+        :raises ConcurrentAccessError: another thread is executing a verb on the same domain. The resource stays open.
+        :raises VerbsError: a verb failed. The resource stays open and can be closed again; resources made from it that
+            were closed before the failure stay closed.
         :raises ResourceWarning: if warnings are turned into errors and a warning was issued. The resource is closed.
-        :raises RuntimeError: another task is opening or closing the resource, and no asyncio event loop is running
-            here.
+        :raises RuntimeError: no asyncio event loop is running here, and another task is opening or closing the
+            resource, work requests are in flight, or the owner of the resource, or of one made from it, has ended. This
+            call then does not close the resource.
         """
         await self._lifecycle.close()
 
@@ -216,7 +230,7 @@ def lifecycle_of(resource: Resource) -> Lifecycle:
 def open_now(resource: Resource) -> None:
     """Open a resource of the user without an await, so that no other task runs meanwhile.
 
-    Raises the same exceptions as `Resource.open`.
+    This raises the same exceptions as `Resource.open`, with the same effects.
     """
     resource._open_now()
 
@@ -240,13 +254,14 @@ def suppress_warning(resource: Resource, suppress: bool = True) -> None:
 
 
 async def open_part(part: R, *, keeps_parents: bool = True) -> R:
-    """Open a resource that the library makes for itself. No warning is issued if it is left open.
+    """Open a resource that the library makes for itself. No warning is issued if the resource is left open.
 
     :param part: unopened resource that is a part of another one.
     :param keeps_parents: True if the part is to keep references to its parents. If False, only the resource tree
         connects them, and the object of a parent can be garbage-collected, with a warning, while the part is open.
     :returns: the part.
-    :raises VerbsError: a verb failed. Other exceptions of `Resource.open` are raised as well.
+    :raises VerbsError: a verb failed. The part stays unopened. The other exceptions that `Resource.open` lists are
+        raised as well.
     """
     suppress_warning(part)
     await part.open()
@@ -261,7 +276,8 @@ def open_part_now(part: R, *, keeps_parents: bool = True) -> R:
     :param part: unopened resource that is a part of another one.
     :param keeps_parents: True if the part is to keep references to its parents, as for `open_part`.
     :returns: the part.
-    :raises VerbsError: a verb failed. Other exceptions of `Resource.open` are raised as well.
+    :raises VerbsError: a verb failed. The part stays unopened. The other exceptions that `Resource.open` lists are
+        raised as well.
     """
     suppress_warning(part)
     part._open_now()

@@ -12,9 +12,9 @@ OPENING = 8
 
 
 async def yield_to_loop(turn: int) -> None:
-    """Let other tasks run once. Call this if `spend` returned a number: the turn of this task is over.
+    """Let other tasks run once. Call this if `spend` returned a number other than 0: the turn of this task is over.
 
-    If this is cancelled, the caller must release what it acquired before. Outside of an asyncio event loop, nothing is
+    If this is cancelled, the caller must release what it has acquired. If no asyncio event loop is running, nothing is
     done, because other libraries schedule tasks by rules of their own.
 
     :param turn: number that `spend` returned.

@@ -61,28 +61,35 @@ class Allocator(Protocol):
     ) -> int | UseDefault | None:
         """Allocate a piece of memory and return its address.
 
-        If this raises for a parent domain, the verb fails, and the exception becomes the cause of the verb's error; an
-        exception that is not an `Exception`, such as `KeyboardInterrupt`, is raised itself. A result of another type
-        makes the verb fail. If this raises for a memory region or buffer pool, opening it raises the exception.
+        For a parent domain, the provider calls this during a verb. If this raises, that verb fails, with the exception
+        as the cause of its `VerbsError`; a `BaseException` that is not an `Exception`, such as `KeyboardInterrupt`,
+        propagates unchanged. The verb also fails if this returns anything other than an address, `USE_DEFAULT` or None,
+        or if the address is in use or not aligned, or the memory there is not zero.
 
-        :param size: size in bytes. The bytes must be zero, and no fork may copy them: use shared anonymous memory, or
-            MADV_DONTFORK.
-        :param alignment: alignment in bytes; the address must be a multiple of it.
-        :param resource_type: purpose of the memory; `ResourceKind.decode` decodes it.
+        For a memory region or buffer pool, the library calls this when the region or pool is opened, or when a lease
+        adds a slab to the pool; opening or leasing then raises whatever this raises. Returning anything other than an
+        address or None has the effect of `USE_DEFAULT`, and the address is not checked.
+
+        :param size: size in bytes. The bytes must be zero, and must not be copied on fork: use shared anonymous memory,
+            or MADV_DONTFORK.
+        :param alignment: alignment in bytes, of which the address must be a multiple; the page size for a memory region
+            or buffer pool.
+        :param resource_type: purpose of the memory, which `ResourceKind.decode` decodes; 0 for a memory region or
+            buffer pool.
         :param pd: `ParentDomain.handle` of the parent domain that the memory is for; None for a memory region or buffer
             pool.
         :param context: user-specified context of that parent domain; None for a memory region or buffer pool.
-        :returns: the address, which must be valid until it is passed to `free`; or `USE_DEFAULT`, if the provider, or
-            the library for a memory region, is to use its own memory; or None, if there is no memory, in which case the
-            verb fails, or opening the region raises MemoryError.
+        :returns: the address, an `int`, which must be valid until it is passed to `free`; or `USE_DEFAULT`, to use
+            memory of the provider, or of the library for a memory region or buffer pool; or None if there is no memory:
+            then the verb fails with ENOMEM, or opening or leasing raises MemoryError.
         """
 
     def free(self, address: int, resource_type: int, pd: "ParentDomain | None", context: object, /) -> object:
-        """Free a piece of memory. Called once for each address that `allocate` returned.
+        """Free a piece of memory. This is called once for each address that `allocate` returned.
 
         The result is ignored. If this raises for a parent domain, the exception is passed to ``sys.unraisablehook``,
-        because the verb has succeeded. If it raises for a memory region or buffer pool, closing it raises the
-        exception.
+        because the verb has succeeded. If this raises for a memory region or buffer pool, closing the region or pool
+        raises the exception, and closing it again calls this again for the same address.
 
         :param address: address of the piece.
         :param resource_type: argument that `allocate` was called with for this piece.
@@ -92,9 +99,9 @@ class Allocator(Protocol):
 
 
 def checked_allocator(allocator: Allocator | None) -> Allocator | None:
-    """Return an argument unchanged if it is an allocator or None.
+    """Return `allocator` unchanged if it is an allocator or None.
 
-    :raises TypeError: the argument is neither an allocator nor None.
+    :raises TypeError: `allocator` is neither None nor an object with the methods of `Allocator`, or it is a class.
     """
     if allocator is not None and (isinstance(allocator, type) or not isinstance(allocator, Allocator)):
         raise TypeError(f"allocator must have the methods of aioverbs.Allocator, got {allocator!r}")

@@ -38,12 +38,12 @@ __all__ = ["BufferPool", "BufferPoolStatistics", "LeaseContext", "LeasedBuffer"]
 
 @dataclass(frozen=True)
 class BufferPoolStatistics(ResourceStatistics):
-    """Counts of a buffer pool at one moment. Made by `BufferPool.statistics`.
+    """Counts of a buffer pool at one moment. `BufferPool.statistics` returns one.
 
     :param slabs: number of memory regions that contain the buffers.
     :param leased: number of buffers leased and not released.
-    :param under_dma: number of buffers that were released while work requests use them; they become free when those
-        complete.
+    :param under_dma: number of released buffers that work requests in flight still use; a buffer becomes free when
+        these have completed.
     :param free: number of buffers that can be leased.
     :param waiting: number of tasks that wait for a buffer.
     :param high_water: largest number of buffers that were leased or under DMA at the same time.
@@ -111,6 +111,8 @@ class _FreeList:
     def return_if_idle(self, number: int) -> None:
         """Return a buffer to the free list if it has been released and no work request in flight uses it.
 
+        Do nothing if the buffer was returned before. If its slab is closed, only remove the lease.
+
         Two callers can run at the same time. A release first closes the count of requests in flight, so that no further
         request can begin. The last request to complete first decrements the count. Each of the two calls this method
         afterwards, so at least the later one finds both conditions true. If both find them true, the atomic `pop` lets
@@ -127,11 +129,11 @@ class _FreeList:
                 self.serve_waiters()
 
     def serve_waiters(self) -> None:
-        """Hand free buffers to waiting tasks, first come, first served. Return when no buffer is free or no task waits.
+        """Hand free buffers to waiting tasks, first come, first served.
 
-        Call after every change that could make a buffer or a waiter available. A thread that fails to get the lock made
-        its change before it tried; the thread that holds the lock looks for more work after releasing it. So no change
-        is overlooked.
+        Return when no buffer is free, no task is waiting, or another thread is doing this work. Call after every change
+        that could make a buffer or a waiter available. A thread that fails to get the lock made its change before it
+        tried; the thread that holds the lock looks for more work after releasing it. So no change is overlooked.
         """
         while self.free and self.waiting and self._serving.acquire(blocking=False):
             try:
@@ -142,7 +144,8 @@ class _FreeList:
     def _serve_one_waiter(self) -> None:
         """Hand a free buffer to the task that has waited longest.
 
-        Do nothing if either no longer exists. Call with the lock.
+        Do nothing if there is no longer a free buffer or a waiting task. If the waiter refuses the buffer, release the
+        buffer. Call with the lock that `serve_waiters` takes.
         """
         try:
             block = self.free.pop()
@@ -170,7 +173,7 @@ class _FreeList:
             future.result().release()
 
     def fail(self, error: BaseException) -> None:
-        """Raise an exception in all tasks that are waiting for a buffer. Can be called from any thread."""
+        """Raise `error` in all tasks that are waiting for a buffer. This can be called from any thread."""
         with contextlib.suppress(IndexError):  # some waiters are withdrawn meanwhile
             for _ in range(len(self.waiting)):
                 self.waiting.popleft().fail(error)
@@ -184,14 +187,15 @@ class _FreeList:
         return sum(slab.pins.receives for slab in self.slabs), in_released
 
     def destroy(self) -> None:
-        """Drop all references to the memory. The pool calls this when it closes, after its slabs were closed."""
+        """Drop all references to the memory. The pool calls this when it closes, after its slabs have been closed."""
         self.free.clear()
         self.slabs.clear()
 
     def stop(self) -> None:
-        """Begin to close the pool: fail all waiters, and issue a ResourceWarning if buffers were not released.
+        """Begin to close the pool: make all waiting tasks raise `ClosedResourceError`, and warn of unreleased buffers.
 
-        :raises ResourceWarning: if warnings are turned into errors and buffers were not released.
+        :raises ResourceWarning: if warnings are turned into errors and buffers were not released. The waiting tasks
+            still raise `ClosedResourceError`.
         """
         self.fail(ClosedResourceError(f"{self._lifecycle!r} was closed"))
         sites = [lease.site for lease in self.leased.copy().values() if not lease.pins.closed]
@@ -205,7 +209,12 @@ class _FreeList:
 
 
 class _Waiter:
-    """Task that waits for a buffer. Methods are called on the loop of the task, unless they say otherwise."""
+    """Running task, which waits for a buffer. Methods are called on the loop of the task, unless they say otherwise.
+
+    :param pool: pool of the buffer.
+    :param site: place in the user's code that leases the buffer; None if unknown.
+    :raises RuntimeError: no asyncio event loop is running.
+    """
 
     def __init__(self, pool: "BufferPool", site: Site | None) -> None:
         self.pool = pool
@@ -215,7 +224,7 @@ class _Waiter:
         self.future: asyncio.Future[LeasedBuffer] = self._loop.create_future()
 
     def offer(self, buffer: "LeasedBuffer") -> bool:
-        """Offer a buffer to the waiting task. Can be called from any thread.
+        """Offer a buffer to the waiting task. This can be called from any thread.
 
         :returns: True if the waiter takes the buffer; if its task has stopped waiting by then, the waiter releases the
             buffer. False if the task no longer waits, and the caller must release the buffer.
@@ -240,27 +249,27 @@ class _Waiter:
             self.future.set_result(buffer)
 
     def fail(self, error: BaseException) -> None:
-        """Raise an exception in the waiting task.
+        """Raise `error` in the waiting task.
 
-        Can be called from any thread. Do nothing if the task is no longer waiting.
+        This can be called from any thread. Do nothing if the task is no longer waiting.
         """
         with contextlib.suppress(RuntimeError):  # the loop is closed, so no task waits
             self._loop.call_soon_threadsafe(self._fail, error)
 
     def _fail(self, error: BaseException) -> None:
-        """Raise an exception in the task, if it is still waiting."""
+        """Raise `error` in the task, if the task is still waiting."""
         if not (self.is_withdrawn or self.future.done()):
             self.future.set_exception(error)
 
 
 class LeasedBuffer(RegionSlice):
-    """Buffer of a pool, valid until `release` or the end of its ``with`` block. Made by `BufferPool.lease` and
-    `BufferPool.lease_nowait`.
+    """Buffer of a pool, valid until `release` or the end of its ``with`` block. Use `BufferPool.lease` or
+    `BufferPool.lease_nowait` to lease one.
 
     The buffer is a slice of a memory region, and can be sliced like any region. After the release the buffer and its
-    slices raise `ClosedResourceError`; so do the slices after a buffer was garbage-collected without a release. A
-    memoryview or array made from ``buffer`` cannot be revoked: the caller must not use it after the release. A buffer
-    is not cleared between leases.
+    slices raise `ClosedResourceError`. A buffer that is garbage-collected before the release is released then, with a
+    `ResourceWarning`. A memoryview or array made from ``buffer`` cannot be revoked: the caller must not use it after
+    the release. A buffer is not cleared between leases.
 
     If work requests use the buffer when it is released, the pool leases it again only after they have completed.
     """
@@ -280,7 +289,7 @@ class LeasedBuffer(RegionSlice):
         return f"<{type(self).__name__} of {self.length} bytes ({state})>"
 
     def release(self) -> None:
-        """Return the buffer to its pool. Can be called from any thread; further calls do nothing.
+        """Return the buffer to its pool. This can be called from any thread; further calls do nothing.
 
         Work requests in flight that use the buffer continue, and the pool leases the buffer again only after they have
         completed. A further request that uses the buffer raises `ClosedResourceError`.
@@ -349,16 +358,16 @@ class LeaseContext:
 
 
 class BufferPool(Resource):
-    """Pool of registered buffers of equal size. Any event loop may use it. Made by `Domain.buffer_pool`.
+    """Pool of registered buffers of equal size. Any event loop may use it. Use `Domain.buffer_pool` to create one.
 
     Memory is registered in slabs of ``count`` buffers: the first slab when the pool is opened, further ones, up to
     ``limit``, when no buffer is free.
 
     Closing the pool makes waiting tasks raise `ClosedResourceError`, warns of buffers that were not released, and waits
     for work in flight. After that, using an unreleased buffer raises `ClosedResourceError`. If closing is cancelled, a
-    background task closes the pool when work is no longer in flight. The same happens if only receives in released
-    buffers are in flight, such as those of `SharedReceiveQueue.messages`: they end when their queue is closed, so
-    closing does not wait for them.
+    background task closes the pool when work is no longer in flight. The same happens if receives in released buffers,
+    such as those of `SharedReceiveQueue.messages`, are in flight: they complete when their queue is closed, so closing
+    does not wait for them, nor for other work requests.
 
     :param pd: protection domain that the memory is registered with.
     :param size: size of a buffer in bytes, at least 1.
@@ -412,16 +421,20 @@ class BufferPool(Resource):
     async def open(self) -> Self:
         """Open the pool and register its first slab (``ibv_reg_mr``), in a thread if the slab has 16 MiB or more.
 
+        If this fails, the pool stays unopened. The same applies if this is cancelled; but if a thread is already
+        registering the slab, this waits for the thread, and the pool is then closed.
+
         :returns: the pool itself.
         :raises ClosedResourceError: the pool was opened before, or its protection domain is closed.
         :raises ForkedProcessError: the pool or its protection domain was opened in the process that this one was forked
             from.
         :raises ValueError: peers may write and ``LOCAL_WRITE`` is missing.
         :raises TypeError: the allocator lacks the methods of `Allocator`.
-        :raises MemoryError: the allocator returned no memory.
+        :raises MemoryError: the allocator returned None.
         :raises OSError: the process cannot map that much memory.
         :raises VerbsError: the device cannot register the slab.
         :raises RuntimeError: the slab has 16 MiB or more, and no asyncio event loop is running.
+        :raises Exception: whatever the allocator raised.
         """
         if not is_large(self._count * self._stride):
             return await super().open()
@@ -431,16 +444,19 @@ class BufferPool(Resource):
     async def aclose(self) -> None:
         """Close the pool after the work requests in flight have completed.
 
-        If receives are posted in released buffers, this returns at once; the pool is closed in the background when the
-        queues of these receives are closed and all other work requests have completed. If buffers were not released, a
-        ResourceWarning is issued. Closing a closed pool does nothing. In a forked child, nothing is done.
+        If receives are posted in released buffers, return at once: a background task closes the pool when all work
+        requests have completed, which these receives do when their queues are closed. A background task also closes the
+        pool if this is cancelled while work requests are in flight. A `ResourceWarning` is issued if buffers were not
+        released. Closing a closed pool does nothing. In a forked child, nothing is done.
 
         :raises BusyResourceError: receives are posted in buffers that were not released. In this case nothing is done.
-        :raises VerbsError: a slab cannot be deregistered. The pool stays open and can be closed again.
-        :raises ResourceWarning: if warnings are turned into errors and buffers were not released. The pool is closed
-            all the same.
-        :raises RuntimeError: work requests are in flight, and no asyncio event loop is running. The pool can be closed
-            again.
+        :raises VerbsError: a slab cannot be deregistered. The pool stays open and can be closed again. In a background
+            task, the event loop logs the exception instead.
+        :raises ResourceWarning: if warnings are turned into errors and buffers were not released. The pool is still
+            closed, in the background if receives are posted.
+        :raises RuntimeError: no asyncio event loop is running, and work requests are in flight, or another task is
+            opening or closing the pool. The pool can be closed again; if receives are posted in released buffers,
+            nothing is changed.
         """
         posted, in_released = self._free_list.count_receives()
         if posted > in_released and self.state is ResourceState.OPEN and not self.closed:
@@ -464,7 +480,7 @@ class BufferPool(Resource):
         return self._access
 
     def statistics(self) -> BufferPoolStatistics:
-        """Return the current counts of the pool, such as those of leased buffers, free buffers and waiting tasks."""
+        """Return the current counts of the pool, such as the number of leased buffers, as a `BufferPoolStatistics`."""
         free_list = self._free_list
         leases = free_list.leased.copy().values()
         released = sum(lease.pins.closed for lease in leases)
@@ -490,10 +506,13 @@ class BufferPool(Resource):
         :returns: object for one of the two forms, which both give a `LeasedBuffer`.
         :raises ClosedResourceError: the pool is not open, or was closed during the wait.
         :raises ForkedProcessError: the pool was opened in the process that this one was forked from.
-        :raises RuntimeError: no buffer is free, and no asyncio event loop is running.
+        :raises RuntimeError: no buffer is free, and no asyncio event loop is running; or another block is using the
+            returned object.
         :raises MemoryError: no buffer is free, and the allocator has no memory for a further slab.
         :raises OSError: no buffer is free, and the process cannot map the memory of a further slab.
         :raises VerbsError: no buffer is free, and the device cannot register a further slab.
+        :raises Exception: whatever the allocator raised. If a further slab cannot be added, all tasks that are waiting
+            for a buffer raise the same exception.
         """
         return LeaseContext(self, creation_site())
 
@@ -508,6 +527,7 @@ class BufferPool(Resource):
         :raises MemoryError: no buffer is free, and the allocator has no memory for a further slab.
         :raises OSError: no buffer is free, and the process cannot map the memory of a further slab.
         :raises VerbsError: no buffer is free, and the device cannot register a further slab.
+        :raises Exception: whatever the allocator raised.
         """
         self._check_open()
         site = creation_site()
@@ -523,7 +543,7 @@ class BufferPool(Resource):
         return buffer
 
     async def _lease(self, site: Site | None) -> LeasedBuffer:
-        """Lease a buffer, waiting until one is free. Raises the exceptions that `BufferPool.lease` describes.
+        """Lease a buffer, waiting until one is free. This raises the exceptions that `BufferPool.lease` describes.
 
         :param site: place in the user's code that leases the buffer; None if unknown.
         :returns: the buffer, which the caller must release.
@@ -563,7 +583,7 @@ class BufferPool(Resource):
     def _grow(self) -> None:
         """Add slabs while tasks are waiting for a buffer and the limit is not reached.
 
-        If a slab cannot be added, the exception is not raised here, but in the tasks that are waiting.
+        If a slab cannot be added, the exception is not raised here, but in all tasks that are waiting at that moment.
         """
         may_grow = True
         while may_grow and self._free_list.waiting:
@@ -580,6 +600,8 @@ class BufferPool(Resource):
         :raises MemoryError: the allocator has no memory.
         :raises OSError: the process cannot map that much memory.
         :raises VerbsError: the device cannot register the slab.
+        :raises ClosedResourceError: the pool is not open.
+        :raises Exception: whatever the allocator raised.
         """
         if not self._growing.acquire(blocking=False):
             return False
@@ -596,11 +618,15 @@ class BufferPool(Resource):
         return grown
 
     def _add_slab(self) -> None:
-        """Register a further slab and add its buffers to the free list.
+        """Register a further slab and add its buffers to the free list. Nothing is changed on failure.
 
         :raises MemoryError: the allocator has no memory.
         :raises OSError: the process cannot map that much memory.
         :raises VerbsError: the device cannot register the slab.
+        :raises ValueError: peers may write and ``LOCAL_WRITE`` is missing.
+        :raises TypeError: the allocator lacks the methods of `Allocator`.
+        :raises ClosedResourceError: the pool is neither open nor being opened.
+        :raises Exception: whatever the allocator raised.
         """
         buffers = self._next_slab
         slab = MemoryRegion(self, self._pd.handle, buffers * self._stride, self._access, self._allocator)

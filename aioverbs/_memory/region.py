@@ -48,8 +48,10 @@ class WaitableInFlightCount(data_path.InFlightCount):
 
     Any thread may change it, and any event loop may wait for zero.
 
-    :param parent: count of the memory that this memory is a part of: it counts the same work requests as well.
-    :param idle: function that is called by the thread that decrements the count to zero, possibly more than once.
+    :param parent: count for the memory that this memory is a part of, which includes the same work requests; None if
+        there is none.
+    :param idle: function that is called without arguments by each thread that decrements the count to zero; None to
+        call nothing.
     """
 
     async def wait(self) -> None:
@@ -100,7 +102,7 @@ def map_pages(length: int) -> mmap.mmap:
     if the kernel has them: devices, and the kernel when it copies between processes, then look up one huge page instead
     of 512 pages.
 
-    :param length: size in bytes.
+    :param length: size in bytes, at least 1.
     :returns: the mapping, which exists until the object is closed or garbage-collected.
     :raises OSError: the process cannot map that much memory, or the kernel is older than 4.14.
     """
@@ -116,7 +118,11 @@ def map_pages(length: int) -> mmap.mmap:
 
 
 class _QueueMemory(Registered):
-    """Memory of a queue for its own use, registered for the lifetime of the queue."""
+    """Memory of a queue for its own use, registered for the lifetime of the queue.
+
+    :param size: size in bytes, at least 1.
+    :raises OSError: the process cannot map that much memory.
+    """
 
     def __init__(self, size: int) -> None:
         self.pins = WaitableInFlightCount()
@@ -136,7 +142,8 @@ def register_queue_memory(lifecycle: Lifecycle, pd: handles.ProtectionDomain, si
     :param size: size in bytes.
     :returns: slice that covers all of the memory.
     :raises OSError: the process cannot map that much memory.
-    :raises VerbsError: the device cannot register the memory.
+    :raises VerbsError: the device cannot register the memory, which is unmapped in this case.
+    :raises ClosedResourceError: the protection domain is closed.
     """
     own = _QueueMemory(size)
     handle = handles.MemoryRegion(pd, own.pages, AccessFlags.LOCAL_WRITE)
@@ -152,11 +159,12 @@ def is_large(length: int) -> bool:
 async def open_in_thread(resource: Resource) -> None:
     """Open a resource in a thread and wait for that, so that the event loop keeps running meanwhile.
 
-    If opening fails, the resource stays unopened. If this is cancelled, the wait for the thread continues, the resource
-    is closed, and then the cancellation is raised. Raises the same exceptions as `Resource.open`.
+    If opening fails, the resource stays unopened, and this raises the same exceptions as `Resource.open`. If this is
+    cancelled, the wait for the thread continues; if the thread has opened the resource, the resource is then closed.
+    After that the cancellation is raised, or whatever closing the resource raised.
 
     :param resource: unopened resource.
-    :raises RuntimeError: no asyncio event loop is running.
+    :raises RuntimeError: no asyncio event loop is running. In this case nothing is done.
     """
     opening = running_loop().run_in_executor(None, open_now, resource)
     try:
@@ -180,7 +188,7 @@ class _AllocatorMemory:
     def destroy(self) -> None:
         """Free the memory with the allocator. Views kept past this point are dangling.
 
-        :raises Exception: whatever the allocator raised.
+        :raises Exception: whatever the allocator raised. The memory counts as not freed.
         """
         region = self._region()
         if region is not None:
@@ -189,20 +197,20 @@ class _AllocatorMemory:
 
 
 class MemoryRegion(HandleResource[handles.MemoryRegion], Registered):
-    """Memory region: ``ibv_reg_mr``. Any event loop may use it. Made by `ProtectionDomain.register`.
+    """Memory region (``ibv_reg_mr``). Any event loop may use it. Use `ProtectionDomain.register` to create one.
 
     Registered memory cannot move: a bytearray cannot be resized, and an mmap cannot be closed, until the region is
-    closed. Closing waits for work requests that use the region, and raises `BusyResourceError` while receives use it:
-    close their queue pair first. If closing is cancelled, no work request can begin to use the region, and a background
-    task closes it when the last one has completed.
+    closed. Closing waits for work requests that use the region. While receives use it, closing raises
+    `BusyResourceError`, and the region stays open: close their queue pair first. If closing is cancelled, no further
+    work request can use the region, and a background task closes the region when the last one has completed.
 
     :param pd: protection domain that the region belongs to.
     :param handle: handle of that protection domain.
     :param memory: contiguous object with the buffer protocol; or the number of bytes to allocate, zeroed, in pages that
         a fork does not copy.
     :param access: access rights of local work requests and of peers.
-    :param allocator: allocator of these bytes, in whole pages, which are freed when the region is closed; only if
-        ``memory`` is a number. None for pages of the library.
+    :param allocator: allocator of these bytes, which are freed when the region is closed; only if ``memory`` is a
+        number. None for pages of the library.
     :raises ValueError: ``memory`` is a number less than 1, or is not a number although there is an allocator.
     :raises TypeError: ``memory`` has no buffer protocol, or the allocator lacks the methods of `Allocator`.
     """
@@ -236,7 +244,7 @@ class MemoryRegion(HandleResource[handles.MemoryRegion], Registered):
         self._begin(handle)
 
     def _begin(self, handle: handles.MemoryRegion) -> None:
-        """Use a new handle for the region, and have closing wait for the work requests that use the region."""
+        """Make a new handle the handle of the region, and have closing wait for work requests that use the region."""
         self._handle = handle
         RegionSlice.of_all(self, handle, self.pins, self._access)
         self._lifecycle.drain = self.pins.close_and_wait
@@ -244,7 +252,10 @@ class MemoryRegion(HandleResource[handles.MemoryRegion], Registered):
         self._lifecycle.resume = self.pins.reopen
 
     def _allocate(self) -> "Buffer":
-        """Allocate the memory of the region. Without an allocator, or if that returns `USE_DEFAULT`, map pages.
+        """Allocate the memory of the region, with the allocator if there is one.
+
+        Pages are mapped if there is no allocator, or if the allocator returns anything other than an address or None,
+        such as `USE_DEFAULT`.
 
         :returns: object with the buffer protocol. Closing the region frees the allocator's memory.
         :raises MemoryError: the allocator returned no memory.
@@ -262,7 +273,10 @@ class MemoryRegion(HandleResource[handles.MemoryRegion], Registered):
         return (ctypes.c_char * self._length).from_address(address)
 
     async def open(self) -> Self:
-        """Register the memory (``ibv_reg_mr``), in a thread if it has 16 MiB or more.
+        """Register the memory (``ibv_reg_mr``), in a thread if the region has 16 MiB or more.
+
+        If this fails, the region stays unopened. The same applies if this is cancelled; but if a thread is already
+        registering the memory, this waits for the thread, and the region is then closed.
 
         :returns: the region itself.
         :raises ClosedResourceError: the region was opened before, or its protection domain is closed.
@@ -270,10 +284,11 @@ class MemoryRegion(HandleResource[handles.MemoryRegion], Registered):
             forked from.
         :raises ValueError: the memory has no bytes, or peers may write and ``LOCAL_WRITE`` is missing.
         :raises BufferError: the memory is not contiguous, or is read-only although ``access`` permits writing.
-        :raises MemoryError: the allocator returned no memory.
+        :raises MemoryError: the allocator returned None.
         :raises OSError: the process cannot map that much memory.
         :raises VerbsError: the device cannot register the memory.
         :raises RuntimeError: the region has 16 MiB or more, and no asyncio event loop is running.
+        :raises Exception: whatever the allocator raised.
         """
         if not is_large(self._length):
             return await super().open()
@@ -290,7 +305,7 @@ class MemoryRegion(HandleResource[handles.MemoryRegion], Registered):
 
     @property
     def address(self) -> int:
-        """Address of the first byte of the region.
+        """Address of the first byte of the region, in the process that registered it.
 
         :raises ClosedResourceError: the region is not open.
         :raises ForkedProcessError: the region was opened in the process that this one was forked from.
@@ -329,7 +344,7 @@ class MemoryRegion(HandleResource[handles.MemoryRegion], Registered):
         return memoryview(self._memory).cast("B")
 
     def remote(self) -> RemoteRegion:
-        """Return the address, length and rkey of the region, which a peer needs to access it, as a `RemoteRegion`.
+        """Return the region's address, length and rkey, which a peer needs to access the region, as a `RemoteRegion`.
 
         :raises ClosedResourceError: the region is not open.
         :raises ForkedProcessError: the region was opened in the process that this one was forked from.
@@ -342,9 +357,10 @@ class AdoptedMemoryRegion(MemoryRegion):
     """Memory region that the user registered with pyverbs. The user still owns the pyverbs object and closes it after
     this region.
 
-    Any event loop may use the region. Made by `ProtectionDomain.adopt_memory_region`. Opening raises `ValueError` if
-    ``mr`` is closed, belongs to another protection domain, or covers the whole address space; and `TypeError` if it is
-    no `pyverbs.mr.MR`.
+    Any event loop may use the region. Use `ProtectionDomain.adopt_memory_region` to create one. Opening raises
+    `ValueError` if ``mr`` is closed, belongs to another protection domain, or covers the whole address space,
+    `TypeError` if ``mr`` is not a `pyverbs.mr.MR`, and `RuntimeError` if this version of pyverbs is unknown. The region
+    then stays unopened. If the user closes ``mr`` first, using the region raises `BorrowedObjectClosedError`.
 
     :param pd: protection domain that the region belongs to.
     :param handle: handle of that protection domain.
@@ -357,10 +373,11 @@ class AdoptedMemoryRegion(MemoryRegion):
         self._mr = mr
 
     def _open(self) -> None:
-        """Adopt the pyverbs object, and use its memory, if it has any here.
+        """Adopt the pyverbs object, and use its memory if that is mapped in this process.
 
         :raises ValueError: the object is closed, belongs to another protection domain, or covers the address space.
-        :raises TypeError: the object is no memory region.
+        :raises TypeError: the object is not a `pyverbs.mr.MR`.
+        :raises RuntimeError: the layout of objects in this version of pyverbs is unknown.
         """
         handle = hardware.adopt_memory_region(self._pd_handle, self._mr)
         self._lifecycle.hold(handle)
@@ -379,6 +396,7 @@ class AdoptedMemoryRegion(MemoryRegion):
         """Check that the region and the pyverbs object are open.
 
         :raises ClosedResourceError: the region is not open.
+        :raises ForkedProcessError: the region was opened in the process that this one was forked from.
         :raises BorrowedObjectClosedError: the user closed the pyverbs object.
         """
         super()._check_open()
@@ -393,7 +411,9 @@ class AdoptedMemoryRegion(MemoryRegion):
         The view is dangling after the user has closed the pyverbs object.
 
         :raises ValueError: the memory is not mapped in this process.
-        :raises ClosedResourceError: the region is not open, or the pyverbs object was closed.
+        :raises ClosedResourceError: the region is not open.
+        :raises ForkedProcessError: the region was opened in the process that this one was forked from.
+        :raises BorrowedObjectClosedError: the user closed the pyverbs object.
         """
         self._check_open()
         if self._memory is None:
@@ -402,15 +422,18 @@ class AdoptedMemoryRegion(MemoryRegion):
 
 
 class ImportedMemoryRegion(MemoryRegion):
-    """Memory region of another process that shares its protection domain with this one: ``ibv_import_mr``.
+    """Memory region of another process that shares its protection domain with this one (``ibv_import_mr``).
 
-    Any event loop may use the region. Made by `ProtectionDomain.import_memory_region`. The region is valid as long as
-    the other process keeps it open; after that work requests fail with LOC_PROT_ERR. Closing the imported region does
-    not close the original one. Opening raises `VerbsError` if the region cannot be imported.
+    Any event loop may use the region. Use `ProtectionDomain.import_memory_region` to create one. The region is valid as
+    long as the other process keeps it open; after that work requests fail with LOC_PROT_ERR. Closing the imported
+    region does not close the original one. If the region cannot be imported, opening raises `VerbsError`: with ENOENT
+    if no region of the domain has that key, with EFAULT if its memory is private to the other process, or with
+    EOPNOTSUPP on RDMA devices; or `OverflowError` if the key does not fit in 32 bits. The region then stays unopened.
 
     :param pd: protection domain that the region belongs to.
     :param handle: handle of that protection domain.
     :param key: lkey of the region, which equals its rkey.
+    :raises TypeError: ``key`` is not an integer.
     """
 
     def __init__(self, pd: Resource, handle: handles.ProtectionDomain, key: int) -> None:
@@ -427,15 +450,17 @@ class ImportedMemoryRegion(MemoryRegion):
 
 
 class MemoryWindow(HandleResource[handles.MemoryWindow]):
-    """Memory window: ``ibv_alloc_mw``. Any event loop may use it. Made by `ProtectionDomain.memory_window`.
+    """Memory window (``ibv_alloc_mw``). Any event loop may use it. Use `ProtectionDomain.memory_window` to create one.
 
-    `QueuePair.bind_window` binds the window to a part of a region, to grant a peer access to that part.
+    `QueuePair.bind_window` binds the window to a part of a region, to grant a peer access to that part. Opening raises
+    `VerbsError` if the device cannot allocate the window, with EOPNOTSUPP if it has no memory windows.
 
     :param pd: protection domain that the window belongs to.
     :param handle: handle of that protection domain.
     :param mw_type: type 1 is bound and unbound by a verb. Type 2 is bound by a work request, usable through that queue
         pair only, and unbound by invalidating its key. A reset of the queue pair does not unbind the window: invalidate
         or close the window before the queue pair is connected to a peer that must not have this access.
+    :raises ValueError: ``mw_type`` is not an `MwType`.
     """
 
     def __init__(self, pd: Resource, handle: handles.ProtectionDomain, mw_type: MwType) -> None:

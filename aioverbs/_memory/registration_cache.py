@@ -33,7 +33,7 @@ _Key = tuple[int, int, int, AccessFlags, bool]
 
 @dataclass(frozen=True)
 class RegistrationCacheStatistics:
-    """Counts of a registration cache at one moment. Made by `RegistrationCache.statistics`.
+    """Counts of a registration cache at one moment. `RegistrationCache.statistics` returns one.
 
     :param hits: number of blocks whose memory was already registered.
     :param misses: number of blocks that registered their memory.
@@ -149,7 +149,7 @@ class _MemoryRelease:
 
 
 def _release_unopened(region: MemoryRegion) -> None:
-    """Drop the reference of a region to its memory, if opening the region has failed."""
+    """Drop a region's reference to its memory if opening the region has failed."""
     # A stored exception references frames, and these the region, which must not keep the export alive.
     if region.state is ResourceState.NEW:
         region._memory = None
@@ -207,23 +207,26 @@ class RegistrationCache:
         self._lock = threading.RLock()
 
     def statistics(self) -> RegistrationCacheStatistics:
-        """Return the current counts of the cache: hits, misses, evictions, registrations and their bytes."""
+        """Return the current counts of the cache, such as hits and misses, as a `RegistrationCacheStatistics`."""
         return RegistrationCacheStatistics(self._hits, self._misses, self._evictions, len(self._entries), self._bytes)
 
     @asynccontextmanager
     async def region(
         self, buffer: "Buffer", access: AccessFlags = AccessFlags.LOCAL_WRITE
     ) -> AsyncIterator[MemoryRegion]:
-        """Return an async context manager that yields the open region of a buffer.
+        """Return an async context manager that yields the open region of a buffer, a `MemoryRegion`.
 
-        The caller must not close the region. At the end of the block the buffer stays registered, unless it is larger
-        than ``max_bytes`` or is evicted. The exceptions are raised by entering the block, or at its end.
+        The caller must not close the region. At the end of the block the buffer stays registered, unless it is evicted.
+        A buffer that is larger than `max_bytes`, or whose memory belongs to no object that the cache can keep alive, is
+        not cached: the end of the block waits for work requests that use the buffer, and deregisters it. The exceptions
+        are raised by entering the block or, if a buffer cannot be deregistered, at the end of the block; that buffer
+        then stays registered.
 
         :param buffer: contiguous object with the buffer protocol. For a memoryview, the object behind it counts. If the
             object does not own its memory, such as a ctypes object at an address, `drop` it before that memory is
             freed.
         :param access: access rights. A registration with other rights is not reused.
-        :raises ClosedResourceError: the protection domain is not open.
+        :raises ClosedResourceError: the protection domain is not open or was garbage-collected.
         :raises ForkedProcessError: the protection domain was opened in the process that this one was forked from.
         :raises ValueError: the buffer has no bytes, or peers may write and ``LOCAL_WRITE`` is missing.
         :raises BufferError: the memory is not contiguous, or is read-only although ``access`` permits writing.
@@ -231,8 +234,8 @@ class RegistrationCache:
         :raises VerbsError: the device cannot register the memory, or cannot deregister an evicted region.
         :raises BusyResourceError: at the end of the block: receives are posted in a buffer that does not stay
             registered.
-        :raises RuntimeError: the buffer has 16 MiB or more, or its registration is just being opened or closed, and no
-            asyncio event loop is running.
+        :raises RuntimeError: no asyncio event loop is running, and the buffer has 16 MiB or more, its registration is
+            just being opened or closed, or the end of the block must wait for work requests.
         """
         pd = self._pd()
         if pd is None:
@@ -271,7 +274,7 @@ class RegistrationCache:
         """Evict all registrations of a buffer's object, so that it can be resized or closed.
 
         Do nothing if there is no registration. Wait for work requests that use the registrations. If the wait is
-        cancelled, the memory stays registered until these have completed; another call of `drop` waits for that as
+        cancelled, the memory stays registered until these have completed; another call to `drop` waits for that as
         well.
 
         :param buffer: object with the buffer protocol; for a memoryview, the object behind it counts.
@@ -280,8 +283,10 @@ class RegistrationCache:
         :raises ForkedProcessError: the protection domain was opened in the process that this one was forked from, and
             only that process can evict the registrations. In this case nothing is done.
         :raises TypeError: ``buffer`` has no buffer protocol.
-        :raises VerbsError: the device cannot deregister the memory.
-        :raises RuntimeError: work requests use a registration, and no asyncio event loop is running.
+        :raises VerbsError: the device cannot deregister the memory, which stays registered; another call to `drop`
+            tries again.
+        :raises RuntimeError: work requests use a registration, and no asyncio event loop is running. The memory stays
+            registered; another call to `drop` tries again.
         """
         if self._lifecycle.inherited:
             raise ForkedProcessError(repr(self._lifecycle))
@@ -308,11 +313,16 @@ class RegistrationCache:
     ) -> _Entry:
         """Return the open entry for some bytes. If there is none, register the bytes first.
 
+        If another task is opening or closing the region of the entry, wait until that task has finished.
+
         :param pd: protection domain of the cache.
         :param view: the bytes. The view keeps their object alive, so no other object has its id.
         :param access: access rights.
-        :param user: object that is added to the users of the entry. The caller removes it after use.
-        :raises VerbsError: the device cannot register the memory. Other exceptions of `region` are raised as well.
+        :param user: object that is added to the users of the entry. The caller removes it after use. If this raises,
+            `user` has been removed.
+        :returns: the entry, whose region is open.
+        :raises VerbsError: the device cannot register the memory. The other exceptions that `region` lists are raised
+            as well.
         """
         try:  # a stored exception references this frame, too
             key = (id(_exporter(view)), *handles.span(view), access, view.readonly)
@@ -346,7 +356,8 @@ class RegistrationCache:
 
         If that fails, remove the entry from the cache.
 
-        :raises VerbsError: the device cannot register the memory. Other exceptions of `region` are raised as well.
+        :raises VerbsError: the device cannot register the memory, or cannot deregister an evicted region. The other
+            exceptions that `region` lists are raised as well.
         """
         region = entry.region
         try:
@@ -414,8 +425,8 @@ class RegistrationCache:
 async def _close_regions(entries: Iterable[_Entry]) -> None:
     """Close the regions of all entries, even if closing one fails.
 
-    :raises BaseException: closing at least one region failed, or this was cancelled. The last exception is raised after
-        the attempt to close each region.
+    :raises BaseException: closing at least one region failed, or this was cancelled. After the attempt to close each
+        region, the last exception is raised; regions that could not be closed stay open.
     """
     async with AsyncExitStack() as stack:
         for entry in entries:

@@ -97,8 +97,8 @@ class ProcessBackend(ThreadBackend):
 
         If the device cannot share it between processes, each worker will open a protection domain of its own.
 
-        :raises VerbsError: sharing the domain failed with an error other than EOPNOTSUPP.
-        :raises RuntimeError: no asyncio event loop is running.
+        :raises VerbsError: sharing the domain failed with an ``errno`` other than EOPNOTSUPP. The domain stays open.
+        :raises RuntimeError: no asyncio event loop is running. In this case nothing is done.
         """
         self._owner = Affinity.of_running_loop()
         key = secrets.randbits(64)
@@ -127,7 +127,7 @@ class ProcessBackend(ThreadBackend):
     def make_payload(self, function: Callable[..., Any], args: tuple[Any, ...]) -> object:
         """Return the payload of a call for `Supervisor.send`: the function and its arguments as pickled bytes.
 
-        :raises pickle.PicklingError: the function or an argument cannot be pickled; `pickle` may raise other exceptions
+        :raises pickle.PicklingError: `function` or an argument cannot be pickled; `pickle` may raise other exceptions
             instead.
         """
         return pickled_call(function, args)
@@ -139,7 +139,7 @@ class ProcessBackend(ThreadBackend):
         :param args: further positional arguments of the function.
         :returns: function that takes the socket and the callback of one call, and returns a `SocketCall`, the payload
             of that call for `Supervisor.send`.
-        :raises pickle.PicklingError: the function or an argument cannot be pickled; `pickle` may raise other exceptions
+        :raises pickle.PicklingError: `function` or an argument cannot be pickled; `pickle` may raise other exceptions
             instead.
         """
         return functools.partial(SocketCall, pickled_call(function, args))

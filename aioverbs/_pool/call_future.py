@@ -25,8 +25,8 @@ class CallFuture(concurrent.futures.Future[T]):
     """Future of a call that `WorkerPool.start_soon` started.
 
     A task on any loop, or a thread without a loop, can wait for the call and cancel it. If the call fails and its
-    result is never retrieved, the logger ``aioverbs.pool`` logs an error. In a forked child, a call that was in flight
-    at the fork belongs to the parent process, and its end is not reported.
+    result is never retrieved, the logger ``aioverbs.pool`` logs the exception. In a forked child, a call that was in
+    flight at the fork belongs to the parent process, and its end is not reported.
 
     If the event loop that opened a pool of processes is closed, or its thread has ended, no event reports the end of
     the call. Then only the methods `done`, `wait`, `result`, `exception` and `cancel` detect the end, by polling.
@@ -53,10 +53,13 @@ class CallFuture(concurrent.futures.Future[T]):
             self._withdraw = self._poll = None
 
     def settle(self, result: T | None, error: BaseException | None) -> None:
-        """Set the result or the exception of the call, and wake all waiters. Call only once; any thread may do so.
+        """Set the result or the exception of the call, and wake all waiters.
+
+        This can be called from any thread, but only once for each future.
 
         :param result: result of the function, if `error` is None.
-        :param error: exception of the call; None if the function returned. `asyncio.CancelledError` cancels the future.
+        :param error: exception that the call ended with; None if the function returned. `asyncio.CancelledError`
+            cancels the future.
         """
         self._withdraw = self._poll = None
         if isinstance(error, asyncio.CancelledError):
@@ -106,7 +109,7 @@ class CallFuture(concurrent.futures.Future[T]):
         return poll() if (poll := self._poll) is not None else None
 
     def _wait_polling(self, timeout: float | None) -> float | None:
-        """Poll the call until it has ended, no further poll is needed or the timeout has expired.
+        """Poll the call until the call has ended, no further poll is needed or the timeout has expired.
 
         :param timeout: maximum time to poll, in seconds; None if there is no limit.
         :returns: timeout for the wait that follows: 0 if the time has expired, else `timeout`.
@@ -123,9 +126,9 @@ class CallFuture(concurrent.futures.Future[T]):
 
         The function may still return, or raise another exception.
 
-        :returns: True if the cancellation was requested, or the call was cancelled before; False if the call had
-            already returned or raised. False in a forked child if the call was in flight at the fork; then nothing is
-            done.
+        :returns: True if the cancellation was requested, or if the call had already been cancelled; False if the
+            function had already returned or raised an exception. False in a forked child if the call was in flight at
+            the fork; then nothing is done.
         """
         if self._belongs_to_parent():
             return False
@@ -136,17 +139,17 @@ class CallFuture(concurrent.futures.Future[T]):
         return True
 
     async def wait(self) -> T:
-        """Wait for the end of the call and return the result of the function.
+        """Wait until the call has ended and return the result of the function.
 
-        Can be called from any asyncio event loop. If the waiting task is cancelled, the call is cancelled as well, but
-        the task does not wait for its end.
+        This can be called from any asyncio event loop. If the waiting task is cancelled, the call is cancelled as well,
+        as by `cancel`, but the task does not wait until the call has ended.
 
         :returns: the result of the function.
         :raises ForkedProcessError: this process was forked while the call was in flight.
         :raises asyncio.CancelledError: the call or the waiting task was cancelled.
-        :raises RuntimeError: no asyncio event loop is running.
-        :raises Exception: whatever the function raised; or the call failed for a reason that `WorkerPool.run`
-            describes, such as the death of the worker.
+        :raises RuntimeError: no asyncio event loop is running. The call continues.
+        :raises Exception: whatever the function raised; or another exception that `WorkerPool.run` lists, such as
+            `WorkerDiedError`.
         """
         self._check_process()
         future = asyncio.wrap_future(self)
@@ -167,8 +170,8 @@ class CallFuture(concurrent.futures.Future[T]):
         :raises TimeoutError: the call did not end in time. The call continues.
         :raises ForkedProcessError: this process was forked while the call was in flight.
         :raises concurrent.futures.CancelledError: the call was cancelled.
-        :raises Exception: whatever the function raised; or the call failed for a reason that `WorkerPool.run`
-            describes, such as the death of the worker.
+        :raises Exception: whatever the function raised; or another exception that `WorkerPool.run` lists, such as
+            `WorkerDiedError`.
         """
         self._check_process()
         self._is_retrieved = True
@@ -178,7 +181,8 @@ class CallFuture(concurrent.futures.Future[T]):
         """Block the calling thread until the call has ended, and return its exception instead of raising it.
 
         :param timeout: maximum time to wait, in seconds; None if there is no limit.
-        :returns: the exception of the call; None if the function returned.
+        :returns: whatever the function raised, or another exception that `WorkerPool.run` lists, such as a
+            `WorkerDiedError`; None if the function returned.
         :raises TimeoutError: the call did not end in time. The call continues.
         :raises ForkedProcessError: this process was forked while the call was in flight.
         :raises concurrent.futures.CancelledError: the call was cancelled.

@@ -7,10 +7,10 @@ __all__ = ["pickled_error", "unpickled_error"]
 
 
 def pickled_error(error: BaseException) -> bytes:
-    """Return an exception and the text of its traceback as pickled bytes.
+    """Return `error` and the text of its traceback as pickled bytes.
 
-    If the exception cannot be pickled and unpickled again, it is replaced with a `RuntimeError` that contains its type
-    and message.
+    If `error` cannot be pickled and unpickled again, it is replaced with a `RuntimeError` whose message contains the
+    type and message of `error`, and says why it cannot be pickled.
 
     :returns: bytes for `unpickled_error`.
     """
@@ -27,7 +27,7 @@ def pickled_error(error: BaseException) -> bytes:
 def unpickled_error(payload: bytes) -> BaseException:
     """Return the exception that `pickled_error` pickled, with the original traceback added as a note.
 
-    If the exception cannot be unpickled in this process, return a `RuntimeError` that says so.
+    If the exception cannot be unpickled in this process, return a `RuntimeError` that says so, with the same note.
 
     :param payload: result of `pickled_error`.
     """

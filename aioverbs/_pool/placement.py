@@ -24,7 +24,8 @@ class PlacementPolicy(Protocol):
     def choose(self, workers: Sequence[int], loads: Sequence[int]) -> int:
         """Choose the worker for a call, and return its number.
 
-        If the returned number is not in `workers`, the call raises ValueError.
+        If the returned number is not in `workers`, the call raises ValueError. If this raises, the call raises the same
+        exception. In both cases the function is not called on any worker.
 
         :param workers: numbers of the workers, in ascending order; at least one.
         :param loads: number of calls that wait or are in flight on each worker, in the same order as `workers`.
@@ -84,7 +85,7 @@ def rendezvous(key: Key, workers: Sequence[int]) -> int:
 
     :param key: string, bytes or integer of any size.
     :param workers: numbers of the workers; at least one.
-    :raises TypeError: the key is not a string, bytes or an integer.
+    :raises TypeError: `key` is not a string, bytes-like object or integer.
     """
     seed = int.from_bytes(hashlib.blake2b(_key_bytes(key), digest_size=8).digest(), "little")
     return max(workers, key=lambda worker: (_mix64(seed ^ _mix64(worker + 1)), worker))
@@ -93,7 +94,7 @@ def rendezvous(key: Key, workers: Sequence[int]) -> int:
 def _key_bytes(key: Key) -> bytes:
     """Return a key as the bytes to be hashed. An integer never has the same bytes as a string or bytes object.
 
-    :raises TypeError: the key is not a string, bytes or an integer.
+    :raises TypeError: `key` is not a string, bytes-like object or integer.
     """
     if isinstance(key, str):
         return b"b" + key.encode("utf-8", "surrogatepass")

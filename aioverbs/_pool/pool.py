@@ -51,7 +51,7 @@ _serials = itertools.count(1)
 
 @dataclass(frozen=True)
 class PoolStatistics(ResourceStatistics):
-    """Counts of a pool at one moment. Made by `WorkerPool.statistics`.
+    """Counts of a pool at one moment. `WorkerPool.statistics` returns one.
 
     :param workers: counts of each worker, ordered by worker number.
     """
@@ -67,12 +67,13 @@ class PoolStatistics(ResourceStatistics):
 class WorkerPool(Resource):
     """Pool of threads or processes that run functions, each on an event loop with a resource domain of its own.
 
-    The domains of all workers are made on one protection domain, so memory that is registered once can be used by the
-    queue pairs of all workers. A function that runs on a worker gets the worker's domain from `current_worker`.
+    The domains of all workers are created on one protection domain, so memory that is registered once can be used by
+    the queue pairs of all workers. A function that runs on a worker gets the worker's domain from `current_worker`.
 
-    ``async with`` opens the pool. The end of the block waits for all calls, including calls of `start_soon` that
-    nothing awaits, and raises `BrokenResourceError` if a worker died and was not replaced. If the block raises an
-    exception, the calls are cancelled.
+    ``async with`` opens the pool. The end of the block closes the pool, after it has waited for all calls, including
+    those that `start_soon` started and nothing awaits; then it raises `BrokenResourceError` if a worker died and was
+    not replaced. If the block raises an exception, the calls are cancelled instead, and if closing fails as well, that
+    becomes a note on the exception.
 
     With `processes`, the workers do not share the lock of one interpreter. Each worker process is a new interpreter
     that imports the main module, as the processes of `multiprocessing` do. Functions, arguments and results are
@@ -153,9 +154,9 @@ class WorkerPool(Resource):
     def pd(self) -> ProtectionDomain:
         """Protection domain of the pool.
 
-        The workers' domains are made on it, unless the workers are processes and the device cannot share it with them.
-        The pool opens and closes it, unless it was passed to the constructor. If a parent domain was passed, this is
-        its protection domain.
+        The workers' domains are created on this domain, unless the workers are processes and the device cannot share
+        the domain with them. The pool opens and closes the domain, unless it was passed to the constructor. If a parent
+        domain was passed, this is the protection domain under it.
         """
         return self._pd
 
@@ -177,9 +178,13 @@ class WorkerPool(Resource):
         :raises ForkedProcessError: the pool, or a resource that it is made from, was opened in the process that this
             one was forked from.
         :raises VerbsError: a verb failed, such as ibv_alloc_pd or ibv_alloc_parent_domain.
-        :raises WorkerDiedError: a worker could not be started, or ended before it was ready.
-        :raises Exception: whatever the `setup` of a worker raised.
-        :raises RuntimeError: no asyncio event loop is running.
+        :raises WorkerDiedError: a worker ended before it was ready, and no exception explains why; or a worker process
+            was not ready within 60 s.
+        :raises OSError: no worker process can be started, for example because no file descriptor is left (EMFILE).
+        :raises pickle.PicklingError: the workers are processes, and `setup`, `loop` or `allocator` cannot be pickled.
+            `pickle` may raise other exceptions instead.
+        :raises RuntimeError: no asyncio event loop is running, or no thread can be started.
+        :raises Exception: whatever the `setup` of a worker raised, or the `loop` function.
         """
         if turn := spend(OPENING):
             await yield_to_loop(turn)
@@ -206,12 +211,13 @@ class WorkerPool(Resource):
         """Stop taking calls from outside the pool, and wait until all calls have ended.
 
         Functions that run on worker threads may still call the pool. If the wait is cancelled, the calls in flight
-        continue, and the pool still takes no new ones. After `drain` the pool can only be closed.
+        continue, and the pool still takes no new ones. After this the pool can only be closed.
 
         :raises ClosedResourceError: the pool is not open.
         :raises ForkedProcessError: the pool was opened in the process that this one was forked from.
-        :raises BusyResourceError: a function that runs on a worker of this pool called this, and would wait for itself.
-        :raises RuntimeError: calls are in flight, and no asyncio event loop is running.
+        :raises BusyResourceError: a function that runs on a worker thread of this pool called this, and would wait for
+            itself. In this case nothing is changed.
+        :raises RuntimeError: calls are in flight, and no asyncio event loop is running. The pool takes no new calls.
         """
         self._check_open()
         self._check_not_on_worker()
@@ -222,19 +228,23 @@ class WorkerPool(Resource):
         """Drain the pool until a deadline, then cancel the remaining calls, end the workers and close the pool.
 
         Cancelled calls raise `ClosedResourceError`. Closing takes up to two times `grace_s` longer than the deadline. A
-        pool that is closed or was never opened stays as it is, and so does a pool that was inherited by a forked child.
+        pool that is closed or was never opened stays as it is, and so does, in a forked child, a pool that was opened
+        before the fork.
 
         If this is cancelled while it waits for calls, it behaves as at the deadline: the remaining calls are cancelled,
         the pool is closed, and then the cancellation is raised.
 
         :param deadline_s: seconds to wait for calls before they are cancelled; None if there is no limit.
-        :raises AffinityError: the workers are processes, and another event loop opened the pool. In this case nothing
-            is done.
-        :raises BusyResourceError: a function that runs on a worker of this pool called this; in this case nothing is
-            done. Or a worker thread runs a function that does not end; the thread is left running, and the pool takes
-            no calls but can be closed again.
-        :raises VerbsError: a verb failed. The pool can be closed again.
-        :raises RuntimeError: the pool is open, and no asyncio event loop is running.
+        :raises AffinityError: the workers are processes, and another event loop, which has not ended, opened the pool.
+            In this case nothing is done.
+        :raises BusyResourceError: a function that runs on a worker thread of this pool called this; in this case
+            nothing is done. Also raised if a worker thread runs a function that does not end, or if another event loop
+            owns a resource that was made from the pool or its protection domain; the pool then takes no calls but can
+            be closed again, and the thread is left running.
+        :raises VerbsError: a verb failed. The pool takes no calls but can be closed again.
+        :raises ResourceWarning: if warnings are turned into errors, and resources that were made from the pool or its
+            own protection domain were still open. The pool is closed.
+        :raises RuntimeError: the pool is open, and no asyncio event loop is running. The pool can be closed again.
         """
         self._check_not_on_worker()
         if self.state is ResourceState.OPEN and not self.closed:
@@ -248,9 +258,9 @@ class WorkerPool(Resource):
         await self._close()
 
     async def _close(self) -> None:
-        """Cancel the calls, end the workers, and close the pool and the protection domain that it opened itself.
+        """Cancel the calls, end the workers, and close the pool and the protection domain that the pool opened itself.
 
-        Raises the same exceptions as `stop`.
+        This raises the same exceptions as `stop`. If closing the pool fails, the protection domain stays open.
         """
         try:
             await super().aclose()
@@ -286,9 +296,10 @@ class WorkerPool(Resource):
             )
 
     async def aclose(self) -> None:
-        """Close the pool by calling `stop` with a deadline of `drain_s` seconds. Raises the same exceptions as `stop`.
+        """Close the pool by calling `stop` with a deadline of `drain_s` seconds, or without one if `drain_s` is None.
 
-        Closing a closed pool does nothing. In a forked child, nothing is done.
+        This raises the same exceptions as `stop`, with the same effects. Closing a closed pool does nothing. In a
+        forked child, nothing is done.
         """
         await self.stop(self._drain_s)
 
@@ -332,10 +343,11 @@ class WorkerPool(Resource):
     async def run(
         self, function: Callable[[*Ts], Any], /, *args: *Ts, worker: int | None = None, key: Key | None = None
     ) -> Any:
-        """Call a function on a worker and wait for its result. Can be called from any asyncio event loop.
+        """Call a function on a worker and wait for its result.
 
-        On a worker thread, the function runs in a copy of the caller's context. A plain function is called between the
-        tasks of the worker's loop; a coroutine function is awaited in a new task there.
+        This can be called from any asyncio event loop. On a worker thread, the function runs in a copy of the caller's
+        context. A plain function is called between the tasks of the worker's loop; a coroutine function is awaited in a
+        new task there.
 
         If the caller is cancelled, the function's task on the worker is cancelled once. The caller still waits until
         the function has ended, and then raises the cancellation, or the exception that the function raised instead.
@@ -362,8 +374,8 @@ class WorkerPool(Resource):
         :raises TypeError: `key` is not a string, bytes or an integer.
         :raises pickle.PicklingError: the workers are processes, and the function, an argument or the result cannot be
             pickled. `pickle` may raise other exceptions instead.
-        :raises RuntimeError: no asyncio event loop is running.
-        :raises Exception: whatever the function raised.
+        :raises RuntimeError: no asyncio event loop is running. In this case the function is not called.
+        :raises Exception: whatever the function or the `placement` policy raised.
         """
         future: CrossLoopFuture[Any] = CrossLoopFuture(running_loop())
         call = self._send(function, args, future, worker, key)
@@ -392,10 +404,11 @@ class WorkerPool(Resource):
     def start_soon(
         self, function: Callable[[*Ts], Any], /, *args: *Ts, worker: int | None = None, key: Key | None = None
     ) -> CallFuture[Any]:
-        """Start a call as `run` does, and return its future without waiting for its end. Can be called from any thread.
+        """Start a call as `run` does, and return a future without waiting until the call has ended.
 
-        A task on any loop can await `CallFuture.wait`; a thread without a loop can call `CallFuture.result`. If the
-        call fails and its result is never retrieved, the logger ``aioverbs.pool`` logs an error.
+        This can be called from any thread. A task on any loop can await `CallFuture.wait`; a thread without a loop can
+        call `CallFuture.result`. If the call fails and its result is never retrieved, the logger ``aioverbs.pool`` logs
+        the exception.
 
         :param function: plain function or coroutine function. If the workers are processes, it must be possible to
             pickle it.
@@ -403,8 +416,8 @@ class WorkerPool(Resource):
         :param worker: number of the worker, 0..size-1; None if `key` or the pool's `placement` is to choose the worker.
         :param key: string, bytes or integer: calls with equal keys run on the same worker. None if `worker` or the
             pool's `placement` is to choose the worker.
-        :returns: future of the call. Waiting for it raises `WorkerDiedError` and the exceptions of the function, as
-            `run` does.
+        :returns: future of the call. `CallFuture.wait` and `CallFuture.result` return what `run` returns, and raise
+            what `run` raises after the call was sent, such as `WorkerDiedError`.
         :raises ClosedResourceError: the pool is not open, or is draining.
         :raises BrokenResourceError: a worker died before this call and was not replaced.
         :raises ForkedProcessError: the pool was opened in the process that this one was forked from.
@@ -413,6 +426,7 @@ class WorkerPool(Resource):
         :raises TypeError: `key` is not a string, bytes or an integer.
         :raises pickle.PicklingError: the workers are processes, and the function or an argument cannot be pickled.
             `pickle` may raise other exceptions instead.
+        :raises Exception: whatever the `placement` policy raised.
         """
         future: CallFuture[Any] = CallFuture()
         call = self._send(function, args, future, worker, key)
@@ -427,7 +441,7 @@ class WorkerPool(Resource):
         worker: int | None,
         key: Key | None,
     ) -> PendingCall:
-        """Send a call to a worker. Raises the same exceptions as `start_soon`.
+        """Send a call to a worker. This raises the same exceptions as `start_soon`.
 
         :param function: function to call.
         :param args: positional arguments of the function.
@@ -467,8 +481,8 @@ class WorkerPool(Resource):
     ) -> list[Any]:
         """Call a function on the workers once for each item, and return the results in the order of the items.
 
-        The first call that fails cancels the others. Its exception is raised, with a note for each other call that
-        failed.
+        The first call that fails cancels the others. When all have ended, the exception of the first is raised, with a
+        note for each other call that failed. If this is cancelled, all its calls are cancelled.
 
         :param function: plain function or coroutine function that takes an item. If the workers are processes, it must
             be possible to pickle it.
@@ -479,8 +493,8 @@ class WorkerPool(Resource):
         :returns: list of the results.
         :raises ValueError: `limit` is less than 1.
         :raises RuntimeError: no asyncio event loop is running.
-        :raises Exception: whatever the first failing call, `items` or `key` raised. See `run` for the exceptions of
-            calls.
+        :raises Exception: whatever the first failing call, `items` or `key` raised. `run` lists the exceptions that
+            calls raise.
         """
         concurrency = limit if limit is not None else _CALLS_PER_WORKER * self._supervisor.size
         if concurrency < 1:
@@ -525,7 +539,7 @@ class WorkerPool(Resource):
         return isinstance(self._backend, ProcessBackend)
 
     def statistics(self) -> PoolStatistics:
-        """Return the current counts of the pool and of each of its workers."""
+        """Return the current counts of the pool and of each of its workers, as a `PoolStatistics`."""
         return PoolStatistics(len(self._lifecycle.children), self._supervisor.statistics())
 
 
@@ -547,7 +561,10 @@ def socket_call_factory_for(pool: WorkerPool, function: Callable[..., Any], *arg
 
 
 def send_socket_call(pool: WorkerPool, payload: object, outcome: ResultSink[Any], key: Key | None) -> PendingCall:
-    """Send a call with a socket and a callback to a worker. Raises the same exceptions as `WorkerPool.start_soon`.
+    """Send a call with a socket and a callback to a worker.
+
+    This raises the same exceptions as `WorkerPool.start_soon`. In this case the socket is neither sent nor
+    closed.
 
     :param pool: pool for which the payload was made.
     :param payload: payload of the call, from a factory that `socket_call_factory_for` returned.
@@ -581,7 +598,8 @@ async def _end_workers(supervisor: Supervisor, grace_s: float) -> None:
     :param supervisor: supervisor of the pool.
     :param grace_s: seconds to wait for the calls to end, and then again for the workers to end. Processes that are
         still running after that are killed.
-    :raises BusyResourceError: a worker thread does not end. Threads cannot be ended by force, so it is left running.
+    :raises BusyResourceError: a worker thread does not end. Threads cannot be ended by force, so it is left running;
+        this can be called again.
     :raises RuntimeError: a worker has not ended yet, and no asyncio event loop is running.
     """
     supervisor.cancel()

@@ -77,7 +77,7 @@ class ExitWatch:
         """Stop watching the process. Call on the loop, or when the loop is no longer running. Further calls do nothing.
 
         In a forked child, this does nothing: parent and child share the kernel object of the loop's epoll set, so the
-        child must not remove anything from it.
+        child must not remove anything from that set.
         """
         if self._forks != forks.count:
             return
@@ -95,7 +95,10 @@ class ExitWatch:
             os.close(pidfd)
 
     def _poll(self) -> None:
-        """Close the watch and call `on_exit` if the process has exited, else check again after 1 s."""
+        """Close the watch and call `on_exit` if the process has exited, else check again after 1 s.
+
+        Do nothing if the watch is closed, or in a forked child.
+        """
         if self._is_closed or self._forks != forks.count:
             return
         if self._process.poll() is not None:
@@ -111,14 +114,16 @@ class ExitWatch:
     def _disarm(self) -> None:
         """Remove the pidfd from the epoll instance, so that the instance is never ready again.
 
-        Can be called from any thread.
+        This can be called from any thread. Do nothing if the pidfd was removed before.
         """
         if (epoll := self._epoll) is not None:
             with contextlib.suppress(OSError, ValueError):  # removed before, or the watch is being closed
                 epoll.unregister(self._pidfd)
 
     def _poll_after_fork(self) -> None:
-        """Start polling the status of the process on the loop, after a fork. Can be called from any thread.
+        """Start polling the status of the process on the loop, after a fork. Do nothing if the loop is closed.
+
+        This can be called from any thread.
 
         In the forked child, a copy of the loop may read the byte that was to wake the loop. uvloop sends no further
         byte before it has read the last one itself, so its loop would never be woken again: on uvloop,

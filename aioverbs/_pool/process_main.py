@@ -26,7 +26,8 @@ __all__ = ["ProcessSettings", "Ready", "SpawnedWorker"]
 
 @dataclass(frozen=True)
 class ProcessSettings:
-    """Settings of a worker process, which the pool sends to it pickled.
+    """Settings of a worker process, which the pool sends to that process pickled.
+
     :param device: name of the device.
     :param execution: execution of a software device's work requests.
     :param delay_ns: delay of a software device, in nanoseconds.
@@ -45,7 +46,7 @@ class ProcessSettings:
 
     @staticmethod
     def of(device: Device, worker: WorkerSettings, shared: tuple[int, int] | None) -> "ProcessSettings":
-        """Return the settings for the worker processes of a pool.
+        """Return the settings for the worker processes of a pool, as a `ProcessSettings`.
 
         :param device: open device of the pool.
         :param worker: settings that all workers share.
@@ -87,13 +88,15 @@ class SpawnedWorker:
     def _bootstrap(self, parent_sentinel: int) -> int:
         """Run the worker until the pool stops it or is gone, as the main function of the process.
 
-        If the settings cannot be unpickled or no event loop can be made from them, send the exception to the pool and
-        return.
+        If the settings cannot be unpickled, or their `loop` is invalid or not installed, send the exception to the pool
+        and return.
 
         :param parent_sentinel: descriptor that shows the end of the parent process. It is closed, because the link
-            shows that as well.
+            shows that end as well.
         :returns: 0, the exit status of the process.
-        :raises BaseException: an exception ended the loop; the process then exits with a traceback.
+        :raises OSError: the exception cannot be sent, because the pool is gone.
+        :raises BaseException: an exception ended the loop. Whatever this raises, the process then exits with a
+            traceback.
         """
         os.close(parent_sentinel)
         sock, fd_channel = socket.socket(fileno=self.link), socket.socket(fileno=self.fd_channel)
@@ -138,7 +141,7 @@ class _ReceivedCall(CrossLoopCall[Any]):
         If the result cannot be pickled, send the exception that pickling raised.
 
         :param result: result of the function, if `error` is None.
-        :param error: exception of the call; None if the function returned.
+        :param error: exception that the call ended with; None if the function returned.
         """
         if self._process.is_ending():
             return  # the pool ends all calls when the process exits
@@ -160,11 +163,14 @@ class _ReceivedCall(CrossLoopCall[Any]):
             link.send(FrameType.ERROR, self._number, pickled_error(error))
 
     def cancellation(self) -> BaseException:
-        """Return a new `CancelledError`, the exception of a call that was cancelled in this process."""
+        """Return a new `asyncio.CancelledError`, to end a call with that was cancelled in this process."""
         return asyncio.CancelledError()  # the pool knows whether it cancelled the call
 
     def leave(self, error: BaseException) -> None:
-        """Do nothing if the function ends the loop: the process then exits, and the pool ends its calls."""
+        """Do nothing. This is called when the function ends the loop: the process exits, and the pool ends its calls.
+
+        :param error: SystemExit or KeyboardInterrupt that the function raised.
+        """
 
 
 class _ReceivedSocketCall(_ReceivedCall):
@@ -178,7 +184,9 @@ class _ReceivedSocketCall(_ReceivedCall):
         self._function = self._call_with_socket
 
     def _call_with_socket(self, payload: bytes) -> Any:
-        """Unpickle the function and its further arguments, call it with socket and callback, and return its result.
+        """Unpickle the function and its further arguments, and return the result of the function.
+
+        The function is called with the socket, the callback `_report` and the further arguments.
 
         :raises Exception: whatever unpickling or the function raised.
         """
@@ -191,7 +199,11 @@ class _ReceivedSocketCall(_ReceivedCall):
             self._process.link.send(FrameType.REPORT, self._number, b"1" if value else b"")
 
     def settle(self, result: object, error: BaseException | None) -> None:
-        """Close the socket, and send the result or the exception of the call to the pool."""
+        """Close the socket, and send the result or the exception of the call to the pool as `_ReceivedCall` does.
+
+        :param result: result of the function, if `error` is None.
+        :param error: exception that the call ended with; None if the function returned.
+        """
         self._socket.close()  # in case the function was not called
         super().settle(result, error)
 
@@ -200,7 +212,9 @@ class _ReceivedSocketCall(_ReceivedCall):
 def _unpickled(payload: bytes) -> Any:
     """Return the unpickled function and further arguments of a call with a socket, as a tuple ``(function, args)``.
 
-    The results are cached, because all calls of one server have the same payload.
+    The results are cached, because all calls from one server have the same payload.
+
+    :raises Exception: whatever unpickling raised.
     """
     return pickle.loads(payload)
 
@@ -224,9 +238,12 @@ class _WorkerProcess:
         self.calls: dict[int, _ReceivedCall] = {}
 
     async def serve(self) -> None:
-        """Start the worker, execute calls until the pool stops it or is gone, and then close everything.
+        """Start the worker, execute calls until the pool stops the worker or is gone, and then close everything.
 
         If the worker cannot be started, send the exception to the pool and return.
+
+        :raises OSError: the exception cannot be sent, because the pool is gone.
+        :raises Exception: whatever closing the device or the domains, or leaving the pool's `setup` raised.
         """
         self._main_task = asyncio.current_task()
         async with contextlib.AsyncExitStack() as stack:
@@ -255,11 +272,11 @@ class _WorkerProcess:
 
     @contextlib.asynccontextmanager
     async def _open_device_and_pd(self) -> AsyncGenerator[tuple[Device, ProtectionDomain], None]:
-        """Open the device and a protection domain: the pool's if it can be shared, or else a new one.
+        """Open the device and a protection domain: the pool's if that can be shared, else a new one.
 
-        :returns: async context manager that yields the device and the protection domain, and closes both at the end.
-            Entering it raises the exceptions of opening a device from `import_device` or `open_device`, and
-            `VerbsError`.
+        :returns: async context manager that yields a tuple of the device and the protection domain, and closes both at
+            the end. Entering the block raises whatever opening a device from `import_device` or `open_device` raises,
+            and `VerbsError` if the protection domain cannot be opened.
         """
         settings = self._settings
         if settings.shared is None:
@@ -286,7 +303,8 @@ class _WorkerProcess:
     def _on_frame(self, frame_type: FrameType, number: int, payload: bytes) -> None:
         """Handle a frame from the pool: start or cancel a call, or stop the worker.
 
-        If the socket of a call cannot be received, send the exception to the pool as the end of the call.
+        If the socket of a call cannot be received, the call ends with the `OSError`, which is sent to the pool. A
+        request to cancel a call that has ended has no effect.
 
         :param frame_type: type of the frame.
         :param number: number of the call; 0 if the frame belongs to no call.

@@ -82,8 +82,8 @@ def receive_socket(fd_channel: socket.socket) -> socket.socket:
     """Return the next socket that was sent over the fd channel, without waiting for one. The caller must close it.
 
     :param fd_channel: SOCK_SEQPACKET socket.
-    :raises OSError: no socket was sent (EAGAIN); or the socket was lost, because this process has no free file
-        descriptors (EMFILE).
+    :raises OSError: with EAGAIN if no socket was sent; with EMFILE if the socket was lost, because this process has no
+        free file descriptors, or if the other end of the channel is closed.
     """
     size = socket.CMSG_LEN(_INT.size)
     _, ancillary, _, _ = fd_channel.recvmsg(1, size, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
@@ -93,11 +93,12 @@ def receive_socket(fd_channel: socket.socket) -> socket.socket:
 
 
 class Link(asyncio.Protocol):
-    """One end of the stream of frames, as the protocol of an asyncio transport. Must be made on the loop that uses it.
+    """One end of the stream of frames, as the protocol of an asyncio transport. Create it on the transport's loop.
 
     The future ``disconnected`` completes when the link is closed or the other end is gone.
 
     :param on_frame: function that is called with the type, the call number and the payload of each received frame.
+    :raises RuntimeError: no asyncio event loop is running.
     """
 
     def __init__(self, on_frame: Callable[[FrameType, int, bytes], None]) -> None:
@@ -111,7 +112,11 @@ class Link(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's class has the methods, but not the base class
 
     def data_received(self, data: bytes) -> None:
-        """Call `on_frame` for each complete frame that has arrived, and keep the rest until more bytes arrive."""
+        """Call `on_frame` for each complete frame that has arrived, and keep the rest until more bytes arrive.
+
+        :raises ValueError: the type of a frame is not a `FrameType`. Whatever this raises, asyncio closes the link.
+        :raises Exception: whatever `on_frame` raised.
+        """
         buffer = self._buffer
         buffer += data
         offset = 0
@@ -126,7 +131,10 @@ class Link(asyncio.Protocol):
         del buffer[:offset]
 
     def eof_received(self) -> None:
-        """Drop unsent frames and close the link at once: the other end no longer reads, so they could not be sent."""
+        """Drop unsent frames and close the link at once: the other end no longer reads, so they could not be sent.
+
+        asyncio calls this when the other end has been closed.
+        """
         self.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -157,6 +165,8 @@ class Link(asyncio.Protocol):
 
     def finish_reading(self, sock: socket.socket) -> None:
         """Receive all frames that have arrived, then disconnect, even if another process keeps the other end open.
+
+        The frames are handled in later turns of the loop. Do nothing if the link is not connected.
 
         After a socket was shut down for reading, it returns the data that has arrived and then end-of-file, as if the
         peer had closed its end.

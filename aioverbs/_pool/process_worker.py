@@ -89,22 +89,25 @@ class _ProcessCall:
         self.handle = handle
 
     def post(self) -> None:
-        """Send the call to the worker process. Can be called from any thread."""
+        """Send the call to the worker process. This can be called from any thread.
+
+        If the owner's loop has ended, the worker and its calls end instead.
+        """
         self.handle.call_on_loop(self.handle.send_call, self)
 
     def withdraw(self) -> None:
-        """Cancel the call in the process, or end it here if its worker is not ready yet.
+        """Cancel the call in the process, or end the call here if its worker is not ready yet.
 
-        Can be called from any thread.
+        This can be called from any thread. It has no effect if the call has ended.
         """
         self.is_withdrawn = True
         if not self.handle.supervisor.withdraw_backlogged(self):
             self.handle.call_on_loop(self.handle.cancel_call, self)
 
     def cancellation(self) -> BaseException:
-        """Return a new exception with which the call ends if it was cancelled in the process.
+        """Return a new exception to end the call with when it was cancelled.
 
-        :returns: `ClosedResourceError` if the pool cancelled the call, `CancelledError` if the caller did, else
+        :returns: `ClosedResourceError` if the pool cancelled the call, `asyncio.CancelledError` if the caller did, else
             `BrokenResourceError`.
         """
         if self.is_cancelled_by_pool:
@@ -185,14 +188,18 @@ class ProcessWorker(WorkerHandle):
         If that loop has ended, the worker has ended as well, and the supervisor ends the call.
 
         :param call: call of this worker.
-        :returns: `CancelledError` if the call was withdrawn while the owner's loop does not run; None if the caller is
-            to continue to wait.
+        :returns: `asyncio.CancelledError` if the call was withdrawn and the owner's loop does not run; None if the
+            caller is to continue to wait.
         """
         self.poll()
         return asyncio.CancelledError() if call.is_withdrawn and not self._loop.is_running() else None
 
     def poll(self) -> None:
-        """End the worker if the owner's loop, which waits for the process, is closed or its thread has ended."""
+        """End the worker if the owner's loop, which waits for the process, is closed or its thread has ended.
+
+        In this case, kill the process, block until it has exited, and report its end to the supervisor. Otherwise, and
+        in a forked child, do nothing. This can be called from any thread.
+        """
         if not self._owner.orphaned or self.supervisor.inherited:
             return
         with self.supervisor.lock:
@@ -210,12 +217,15 @@ class ProcessWorker(WorkerHandle):
     # ---- Process
 
     def start(self) -> None:
-        """Start a task that spawns the process and communicates with it. Call on the owner's loop."""
+        """Start a task that spawns the process and communicates with it. Call on the owner's loop.
+
+        :raises RuntimeError: the owner's loop is closed.
+        """
         self._task = self._loop.create_task(self._run_process())
         self._task.add_done_callback(self._on_process_end)  # runs even if the task is cancelled before its start
 
     def _on_process_end(self, task: "asyncio.Task[str]") -> None:
-        """Report to the supervisor that the process has ended, or that the task which waits for it was cancelled.
+        """Report to the supervisor that the process has ended, or that the task that waits for it was cancelled.
 
         :param task: task of `_run_process`, which has ended.
         """
@@ -235,9 +245,9 @@ class ProcessWorker(WorkerHandle):
 
         The process is killed if it is not ready within 60 s, or has not exited 10 s after the link was disconnected.
 
-        :returns: description of how the process ended.
-        :raises OSError: the process could not be started.
-        :raises Exception: the settings of the worker cannot be pickled.
+        :returns: text that says how the process ended, for error messages.
+        :raises OSError: the process could not be started, for example because no file descriptor is left (EMFILE).
+        :raises Exception: whatever pickling the settings of the worker raised.
         """
         ours, theirs = socket.socketpair()
         share_ours, share_theirs = socket.socketpair()
@@ -311,8 +321,8 @@ class ProcessWorker(WorkerHandle):
         :param sockets: the worker's ends of the link, of the socket for sharing and of the fd channel. The caller must
             close them.
         :returns: the process, which the caller must wait for.
-        :raises OSError: the process could not be started.
-        :raises Exception: the settings of the worker cannot be pickled.
+        :raises OSError: the process could not be started, for example because no file descriptor is left (EMFILE).
+        :raises Exception: whatever pickling the settings of the worker raised.
         """
         descriptors = [sock.fileno() for sock in sockets]
         preparation = multiprocessing.spawn.get_preparation_data(f"{self.supervisor.name}, worker {self.number}")
@@ -334,7 +344,7 @@ class ProcessWorker(WorkerHandle):
                 signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
 
     def stop(self) -> None:
-        """Tell the worker to end, without waiting for its end. Can be called from any thread."""
+        """Tell the worker to end, without waiting until it has ended. This can be called from any thread."""
         self.call_on_loop(self._request_stop)
 
     def _request_stop(self) -> None:
@@ -345,7 +355,7 @@ class ProcessWorker(WorkerHandle):
             self.kill()
 
     def kill(self) -> bool:
-        """Kill the process, or cancel its start.
+        """Kill the process, or cancel its start, without waiting until it has ended.
 
         :returns: always True, because a process can be ended by force.
         """
@@ -376,7 +386,7 @@ class ProcessWorker(WorkerHandle):
         return _ProcessCall(self, data, outcome, socket_call)
 
     def send_call(self, call: _ProcessCall) -> None:
-        """Send a call to the process, or end it if it was withdrawn.
+        """Send a call to the process; if the call was withdrawn, end it as cancelled in the next turn of the loop.
 
         Call on the owner's loop, with or without the supervisor's lock.
         """
@@ -401,7 +411,7 @@ class ProcessWorker(WorkerHandle):
             self._link.send(frame_type, call.number, payload)
 
     def _send_sockets(self) -> None:
-        """Send waiting calls with their sockets until the fd channel is full, and the remaining ones later.
+        """Send waiting calls with their sockets until the fd channel is full; try again with the others after 10 ms.
 
         If the process is gone, the remaining calls are not sent: they end together with the worker.
         """
@@ -460,9 +470,9 @@ class ProcessWorker(WorkerHandle):
             self._on_result(call, payload)
 
     def _on_result(self, call: _ProcessCall, payload: bytes) -> None:
-        """End a call with its unpickled result, or with the exception that unpickling raised.
+        """Complete a call with its unpickled result, or with the exception that unpickling raised.
 
-        :param call: call that has ended.
+        :param call: call that has finished.
         :param payload: pickled result of the function.
         """
         try:
@@ -475,7 +485,7 @@ class ProcessWorker(WorkerHandle):
 
 
 def _describe_exit(status: int) -> str:
-    """Return text on how a process ended, such as ``"ended with status 1"`` or ``"was killed by SIGKILL"``.
+    """Return text that says how a process ended: ``"ended with status 1"`` or ``"was killed by SIGKILL"``, for example.
 
     :param status: exit status, or the negative number of the signal that ended the process.
     """

@@ -95,14 +95,21 @@ class PendingCall(Protocol):
         """
 
     def withdraw(self) -> None:
-        """Cancel the call; if it was sent to its worker, cancel it there. Can be called from any thread."""
+        """Cancel the call; if it was sent to its worker, cancel it there. This can be called from any thread.
+
+        It has no effect if the call has ended.
+        """
 
     def cancellation(self) -> BaseException:
-        """Return a new exception with which the call ends if it is cancelled."""
+        """Return a new exception to end the call with when it is cancelled.
+
+        :returns: `ClosedResourceError` if the pool cancelled the call, `asyncio.CancelledError` if the caller did, else
+            `BrokenResourceError`.
+        """
 
 
 def poll_end(call: PendingCall) -> float | None:
-    """Poll the worker of a call. If the worker has ended and no event reported this, the call ends.
+    """Poll the worker of a call. If the worker has ended and no event reported this, end the call.
 
     :returns: seconds until the next poll; None if no further poll is needed.
     """
@@ -160,7 +167,8 @@ class WorkerHandle:
 
         The worker calls `on_ready` when it is ready, and in any case `Supervisor.on_worker_end` when it has ended.
 
-        :raises RuntimeError: no thread can be started.
+        :raises RuntimeError: no thread can be started, or the event loop that opened a pool of processes is closed. In
+            this case the caller must call `Supervisor.on_worker_end`.
         """
         raise NotImplementedError
 
@@ -173,9 +181,9 @@ class WorkerHandle:
         raise NotImplementedError
 
     def stop(self) -> None:
-        """Tell the worker to end, without waiting for its end.
+        """Tell the worker to end, without waiting until it has ended.
 
-        Can be called from any thread, without the lock, any number of times.
+        This can be called from any thread, without the lock, any number of times.
         """
         raise NotImplementedError
 
@@ -187,7 +195,7 @@ class WorkerHandle:
     def poll(self) -> None:
         """End the worker if the event loop that opened the pool has ended, so that no event reports the worker's end.
 
-        Do nothing if the worker is a thread. Can be called from any thread, without the lock.
+        Do nothing if the worker is a thread. This can be called from any thread, without the lock.
         """
 
     def poll_error(self, call: PendingCall) -> BaseException | None:
@@ -224,13 +232,13 @@ class WorkerHandle:
         self.ready.set_result(None)
 
     def on_done(self, call: PendingCall, result: object, error: BaseException | None) -> None:
-        """Record the end of a call, and pass on its result or exception. Call without the lock.
+        """Record the end of a call, and pass its result or exception to the call's ``outcome``. Call without the lock.
 
         Only the first report for a call has an effect.
 
         :param call: call of this worker.
         :param result: result of the function, if `error` is None.
-        :param error: exception of the call; None if the function returned.
+        :param error: exception that the call ended with; None if the function returned.
         """
         with self.supervisor.lock:
             if call not in self.calls:
@@ -250,7 +258,7 @@ class WorkerHandle:
             self.supervisor._condition.notify()
 
     def statistics(self) -> WorkerStatistics:
-        """Return the current counts of the worker, with totals that include the workers that it replaced."""
+        """Return the current counts of the worker, as a `WorkerStatistics` whose totals include replaced workers."""
         counts = self.counts
         return WorkerStatistics(
             self.number,
@@ -272,7 +280,7 @@ def _death_error(handle: WorkerHandle, reason: str, cause: BaseException | None)
     Each receiver gets an exception object of its own, because raising it adds a traceback.
 
     :param handle: handle of the worker.
-    :param reason: description of how the worker ended.
+    :param reason: text that says how the worker ended.
     :param cause: exception that ended the worker; None if unknown.
     """
     died = WorkerDiedError(handle.number, reason)
@@ -328,6 +336,8 @@ class Supervisor:
     def send(self, payload: object, outcome: ResultSink[Any], worker: int | None, key: Key | None) -> PendingCall:
         """Assign a call to a worker and send it, or keep it until the worker is ready.
 
+        If the worker's loop has just been closed, the call ends with `WorkerDiedError`.
+
         :param payload: function and arguments, as the pool's backend prepared them.
         :param outcome: object that receives the result or the exception of the call.
         :param worker: number of the worker, 0..size-1; None if `key` or the policy is to choose the worker.
@@ -339,6 +349,7 @@ class Supervisor:
         :raises ValueError: there is no such worker, both `worker` and `key` are given, or the policy chose a worker
             that does not exist.
         :raises TypeError: `key` is not a string, bytes or an integer.
+        :raises Exception: whatever the policy raised.
         """
         self._check_state()  # here as well, so that the policy is not called for nothing
         number = self._choose_worker(worker, key)
@@ -357,10 +368,10 @@ class Supervisor:
         return call
 
     def withdraw_backlogged(self, call: PendingCall) -> bool:
-        """Cancel a call that waits for its worker to become ready. Can be called from any thread.
+        """Cancel a call that waits for its worker to become ready. This can be called from any thread.
 
-        :returns: True if the call was waiting, in which case it has ended now; False if it was already sent or has
-            ended.
+        :returns: True if the call was waiting, in which case it has now ended with the exception that its method
+            ``cancellation`` returned; False if it was already sent or had ended.
         """
         with self.lock:  # so that the call is either still in the backlog, or was posted
             handle: WorkerHandle = call.handle
@@ -409,7 +420,8 @@ class Supervisor:
         :param key: key of the call; None if `worker` or the policy is to choose.
         :raises ValueError: there is no such worker, both arguments are given, or the policy chose a worker that does
             not exist.
-        :raises TypeError: the key is not a string, bytes or an integer.
+        :raises TypeError: `key` is not a string, bytes or an integer.
+        :raises Exception: whatever the policy raised.
         """
         if worker is not None:
             if key is not None:
@@ -438,15 +450,16 @@ class Supervisor:
     ) -> None:
         """Handle the end of a worker, whether it was told to end or died.
 
-        Can be called from any thread, without the lock. A worker that ends before the supervisor is STOPPED has died:
-        it is replaced, or the pool is marked as broken. Calls that were sent to the worker end with `WorkerDiedError`;
-        calls that still waited for it move to its replacement, or end in the same way if there is none.
+        This can be called from any thread, without the lock. A worker that ends before the supervisor is STOPPED has
+        died: it is replaced, or the pool is marked as broken. Calls that were sent to the worker end with
+        `WorkerDiedError`; calls that still waited for it move to its replacement, or end in the same way if there is
+        none.
 
         In a forked child, nothing is done: what has ended is not the worker, but the child's copy of the task or thread
         that waits for the worker.
 
         :param handle: handle of the worker.
-        :param reason: description of how the worker ended, for messages.
+        :param reason: text that says how the worker ended, for messages.
         :param cause: exception that ended the worker; None if unknown.
         :param is_replaceable: False if no other worker can take its place.
         """
@@ -501,8 +514,9 @@ class Supervisor:
     def start(self) -> list["concurrent.futures.Future[None]"]:
         """Start all workers, without waiting until they are ready.
 
-        :returns: list with a future for each worker, which completes when the worker is ready, or with the exception
-            that explains why the worker ended before that.
+        :returns: list with a future for each worker, ordered by number. It completes when the worker is ready, or, if
+            the worker ends before that, with the exception that ended the worker, or with `WorkerDiedError` if that is
+            unknown.
         """
         handles = tuple(self._handles)
         for handle in handles:
@@ -568,19 +582,19 @@ class Supervisor:
         return ClosedResourceError(f"{self.name} was closed before this call ended, which cancelled the call")
 
     def stop(self) -> None:
-        """Tell all workers to end, without waiting for their ends. Can be called from any thread."""
+        """Tell all workers to end, without waiting until they have ended. This can be called from any thread."""
         for handle in self._live_handles():
             handle.stop()
 
     def kill(self) -> list[str]:
         """End all worker processes by force. Threads cannot be ended this way.
 
-        :returns: list of descriptions of the workers that are left running, with the number of their calls.
+        :returns: list of texts, each of which describes a worker that is left running and says how many calls it has.
         """
         return [f"{handle!r} with {len(handle.calls)} calls" for handle in self._live_handles() if not handle.kill()]
 
     def _unjoined(self, timeout_s: float) -> list[WorkerHandle]:
-        """Wait until the threads and processes of ended workers are gone.
+        """Block until the threads and processes of ended workers are gone. Call with the lock.
 
         :param timeout_s: maximum time to wait for each worker, in seconds.
         :returns: list of the handles of the workers whose threads or processes still exist.
@@ -588,12 +602,15 @@ class Supervisor:
         return [handle for handle in self._ended_handles if not handle.join(timeout_s)]
 
     def join(self) -> None:
-        """Block until the threads and processes of all ended workers are gone, for at most 1 s per worker."""
+        """Block until the threads and processes of all ended workers are gone, for at most 1 s per worker.
+
+        A further call waits again for those that still exist.
+        """
         with self.lock:
             self._ended_handles = self._unjoined(_JOIN_S)
 
     def _live_handles(self) -> Iterable[WorkerHandle]:
-        """Return the handles of the workers that have not ended."""
+        """Return a list of the handles of the workers that have not ended."""
         with self.lock:
             return [handle for handle in self._handles if not handle.has_ended]
 

@@ -30,16 +30,16 @@ class _ThreadCall(CrossLoopCall[Any]):
         self.is_cancelled_by_pool = False
 
     def post(self) -> None:
-        """Send the call to the worker's loop. Can be called from any thread.
+        """Send the call to the worker's loop. This can be called from any thread.
 
         :raises RuntimeError: the worker's loop is closed.
         """
         self.send_to(self.handle.loop)
 
     def withdraw(self) -> None:
-        """Cancel the call on the worker, or end it here if the worker is not ready yet.
+        """Cancel the call on the worker, or end the call here if the worker is not ready yet.
 
-        Can be called from any thread.
+        This can be called from any thread. It has no effect if the call has ended.
         """
         self.is_withdrawn = True
         if self.handle.supervisor.withdraw_backlogged(self):
@@ -52,7 +52,8 @@ class _ThreadCall(CrossLoopCall[Any]):
     def start(self) -> None:
         """Start the call, unless the worker's loop is ending. Call on that loop.
 
-        :raises SystemExit: the function raised it, which ends the loop; the same applies to `KeyboardInterrupt`.
+        :raises SystemExit: the function raised it; it is raised again here to end the loop. The same applies to
+            `KeyboardInterrupt`.
         """
         if not self.handle.is_ending():
             super().start()
@@ -61,21 +62,24 @@ class _ThreadCall(CrossLoopCall[Any]):
         """Report the result or the exception of the call to the supervisor, unless the worker's loop is ending.
 
         :param result: result of the function, if `error` is None.
-        :param error: exception of the call; None if the function returned.
+        :param error: exception that the call ended with; None if the function returned.
         """
         if not self.handle.is_ending():  # else the supervisor ends the call
             self.handle.on_done(self, result, error)
 
     def cancellation(self) -> BaseException:
-        """Return a new exception for a call that was cancelled.
+        """Return a new exception to end the call with when it was cancelled.
 
-        :returns: `ClosedResourceError` if the pool cancelled the call, `CancelledError` if the caller did, else
+        :returns: `ClosedResourceError` if the pool cancelled the call, `asyncio.CancelledError` if the caller did, else
             `BrokenResourceError`.
         """
         return self.handle.supervisor.closed_error() if self.is_cancelled_by_pool else super().cancellation()
 
     def leave(self, error: BaseException) -> None:
-        """Do nothing if the function ends the loop: the supervisor ends the calls of a worker whose loop has ended."""
+        """Do nothing. This is called when the function ends the loop: the supervisor then ends the worker's calls.
+
+        :param error: SystemExit or KeyboardInterrupt that the function raised.
+        """
 
 
 class ThreadWorker(WorkerHandle):
@@ -119,7 +123,7 @@ class ThreadWorker(WorkerHandle):
         self._thread.start()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the thread to end. Do not wait if the caller runs in that thread.
+        """Block until the thread has ended or the timeout has expired. Return at once if called in that thread.
 
         :param timeout_s: maximum time to wait, in seconds.
         :returns: True if the thread has ended or was never started; False if it is still running.
@@ -139,7 +143,12 @@ class ThreadWorker(WorkerHandle):
         self.supervisor.on_worker_end(self, reason, cause)
 
     async def _main(self) -> None:
-        """Open the worker's domain and enter its setup, take calls until `stop` is called, then close everything."""
+        """Open the worker's domain and enter its setup, take calls until `stop` is called, then close everything.
+
+        If `stop` was called before, return at once.
+
+        :raises Exception: whatever entering or leaving `worker_context` raised.
+        """
         self._main_task = asyncio.current_task()
         self.loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         if self._is_stopping:
@@ -158,7 +167,11 @@ class ThreadWorker(WorkerHandle):
         return task is None or task.cancelling() > 0 or task.done()
 
     def stop(self) -> None:
-        """Tell the worker's loop to end, without waiting for its end. Can be called from any thread."""
+        """Tell the worker's loop to end, without waiting until it has ended. This can be called from any thread.
+
+        A worker whose loop has not started ends as soon as the loop starts; a worker that is entering its setup ends
+        after that.
+        """
         self._is_stopping = True
         if self._stop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed

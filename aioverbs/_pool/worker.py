@@ -38,7 +38,7 @@ _local = threading.local()
 
 
 class Worker:
-    """Worker of a pool, for the functions that run on it. Made by the pool; `current_worker` returns it.
+    """Worker of a pool, for the functions that run on it. The pool makes it; `current_worker` returns it.
 
     Only functions that run on the worker may use its domain.
 
@@ -102,9 +102,11 @@ class WorkerSettings:
 def loop_factory(loop: str | LoopFactory) -> LoopFactory:
     """Return a function that makes new event loops.
 
-    :param loop: ``"asyncio"``, ``"uvloop"``, or a function that returns a new event loop, which is returned as it is.
+    :param loop: ``"asyncio"``, ``"uvloop"``, or a function that returns a new event loop; the function is returned
+        unchanged.
+    :returns: function without arguments that returns a new event loop.
     :raises ValueError: `loop` is any other string.
-    :raises ImportError: `loop` is ``"uvloop"``, which is not installed.
+    :raises ImportError: `loop` is ``"uvloop"``, and uvloop is not installed.
     """
     match loop:
         case "asyncio":
@@ -133,8 +135,9 @@ async def worker_context(
     :param pd: protection domain of the worker's domain.
     :param settings: settings of all workers.
     :param supervisor: supervisor of the pool; None if it is in another process.
-    :returns: async context manager that yields the worker. Entering it raises the exceptions of
-        `Device.resource_domain` and `ResourceDomain.open`, such as `VerbsError`, and whatever the setup raises.
+    :returns: async context manager that yields the `Worker`. Entering the block raises whatever
+        `Device.resource_domain` and `ResourceDomain.open` raise, such as `VerbsError`, and whatever the setup raises.
+        The end of the block raises whatever leaving the setup and closing the domain raise.
     """
     async with AsyncExitStack() as stack:
         domain = await stack.enter_async_context(
@@ -160,7 +163,7 @@ async def cancel_tasks() -> None:
     """Cancel all other tasks on the running loop and wait until they have ended.
 
     If these start new tasks meanwhile, cancel those as well, in up to 100 rounds. Tasks that exist after that keep
-    running.
+    running. Exceptions that the tasks raise are not raised here.
 
     :raises RuntimeError: no asyncio event loop is running.
     """

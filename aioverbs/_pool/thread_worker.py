@@ -139,7 +139,7 @@ class ThreadWorker(WorkerHandle):
             with asyncio.Runner(loop_factory=loop_factory(self._settings.loop)) as runner:
                 runner.run(self._main())
         except BaseException as error:
-            reason, cause = f"its event loop was ended by {error!r}", error
+            reason, cause = f"{error!r} stopped its event loop", error
         self.supervisor.on_worker_end(self, reason, cause)
 
     async def _main(self) -> None:

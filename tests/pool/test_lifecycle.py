@@ -359,7 +359,7 @@ async def test_a_dead_worker_is_reported_and_replaced(
         elsewhere = asyncio.create_task(pool.run(until, go_on.is_set, worker=0))
         thread = await pool.run(threading.get_ident, worker=1)
         await pool.run(number_later, worker=1)
-        with pytest.raises(WorkerDiedError, match="worker 1 of the pool died: its event loop was ended by") as caught:
+        with pytest.raises(WorkerDiedError, match=r"worker 1 of the pool died: .* stopped its event loop") as caught:
             await pool.run(CAUSES[cause], worker=1)
         assert (caught.value.worker, caught.value.__cause__ is None) == (1, False)
         for each in others:

@@ -129,7 +129,7 @@ async def wait_uncancelled(awaited: Coroutine[Any, Any, T] | asyncio.Future[T]) 
 
 
 def wake(waiter: "asyncio.Future[None] | None") -> None:
-    """Complete a future that a task waits for; its result is None. Call on the future's loop.
+    """Wake the task that waits for a future, by setting the future's result to None. Call on the loop of that future.
 
     Do nothing if `waiter` is None or done, or if its loop is closed.
     """

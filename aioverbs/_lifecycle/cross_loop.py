@@ -105,7 +105,7 @@ class CrossLoopFuture(Generic[T]):
 
         If the waiting task is cancelled, `withdraw` is called once, and the task still waits until the call has ended,
         even if the task is cancelled again. Then the first cancellation is raised, even if the call returned a result;
-        but if the call raised another exception than `asyncio.CancelledError`, that exception is raised. In a forked
+        but if the call raised an exception other than `asyncio.CancelledError`, that exception is raised. In a forked
         child, the cancellation is raised at once: the call belongs to the parent and ends there.
 
         :param withdraw: function that cancels the call on the other loop.

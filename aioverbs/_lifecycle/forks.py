@@ -68,7 +68,7 @@ def _after_fork_in_child() -> None:
 
 
 def _replace_descriptors() -> None:
-    """Replace the descriptors of all objects that `keep_from_children` has registered with idle sockets.
+    """Replace the descriptor of each object that `keep_from_children` has registered: an idle socket gets its number.
 
     :raises OSError: no socket pair can be created. In this case no descriptor is replaced.
     """

@@ -78,7 +78,10 @@ class Destroyable(Protocol):
     """Handle, or another object that a resource releases when it is closed."""
 
     def destroy(self) -> None:
-        """Release the object. This is called once, and again at the next attempt to close the resource if it raised."""
+        """Release the object. This is called once or, if it raises, again at each later attempt to close the resource.
+
+        :raises Exception: the object cannot be released. The resource then stays open.
+        """
 
 
 class User(Protocol):
@@ -147,7 +150,7 @@ Site = tuple[CodeType, int]
 def format_site(site: Site | None) -> str:
     """Return the file and line of an instruction, as ``"file.py:12"``; ``"?"`` if unknown.
 
-    :param site: code object and offset of the instruction; None if unknown.
+    :param site: tuple of a code object and the byte offset of the instruction in it; None if unknown.
     """
     if site is None:
         return "?"
@@ -663,7 +666,9 @@ class Lifecycle:
         self._closed()
 
     def _begin_closing(self) -> _Closing | None:
-        """Begin an attempt to close the resource, and set the state to CLOSING. First, abort a deserted attempt.
+        """Begin an attempt to close the resource, and set the state to CLOSING.
+
+        First, abort any earlier attempt whose event loop has ended.
 
         :returns: the attempt; None if the resource is neither OPEN nor FAILED, or was opened before this process was
             forked.

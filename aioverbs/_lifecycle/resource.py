@@ -185,8 +185,9 @@ class Resource(anyio.abc.AsyncResource):
         In a forked child, nothing is done, because the parent process still uses the resource.
 
         :raises BusyResourceError: another event loop, which has not ended, owns a resource that was made from this one;
-            in this case nothing is done. Also raised if receives are posted in memory that would be deregistered; the
-            resource then stays open.
+            in this case nothing is done. Also raised if receives are posted in memory that would be deregistered, or
+            another object still uses the resource, as a bound memory window uses its region; the resource then stays
+            open.
         :raises AffinityError: another event loop, which has not ended, owns the resource. In this case nothing is done.
         :raises ConcurrentAccessError: another thread is executing a verb on the same domain. The resource stays open.
         :raises VerbsError: a verb failed. The resource stays open and can be closed again; resources made from it that
@@ -195,6 +196,7 @@ class Resource(anyio.abc.AsyncResource):
         :raises RuntimeError: no asyncio event loop is running here, and another task is opening or closing the
             resource, work requests are in flight, or the owner of the resource, or of one made from it, has ended. This
             call then does not close the resource.
+        :raises Exception: whatever an allocator of the user raised. The resource stays open.
         """
         await self._lifecycle.close()
 

@@ -126,9 +126,9 @@ class CallFuture(concurrent.futures.Future[T]):
 
         The function may still return, or raise another exception.
 
-        :returns: True if the cancellation was requested, or if the call had already been cancelled; False if the
-            function had already returned or raised an exception. False in a forked child if the call was in flight at
-            the fork; then nothing is done.
+        :returns: True if the cancellation was requested, or if the call had already been cancelled; False if the call
+            had already ended in another way. False in a forked child if the call was in flight at the fork; then
+            nothing is done.
         """
         if self._belongs_to_parent():
             return False

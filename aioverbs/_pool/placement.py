@@ -22,7 +22,7 @@ class PlacementPolicy(Protocol):
     """
 
     def choose(self, workers: Sequence[int], loads: Sequence[int]) -> int:
-        """Choose the worker for a call, and return its number.
+        """Choose the worker for a call, and return the number of that worker.
 
         If the returned number is not in `workers`, the call raises ValueError. If this raises, the call raises the same
         exception. In both cases the function is not called on any worker.

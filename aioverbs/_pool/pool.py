@@ -180,7 +180,7 @@ class WorkerPool(Resource):
         :raises VerbsError: a verb failed, such as ibv_alloc_pd or ibv_alloc_parent_domain.
         :raises WorkerDiedError: a worker ended before it was ready, and no exception explains why; or a worker process
             was not ready within 60 s.
-        :raises OSError: no worker process can be started, for example because no file descriptor is left (EMFILE).
+        :raises OSError: a worker cannot be started, for example because no file descriptor is left (EMFILE).
         :raises pickle.PicklingError: the workers are processes, and `setup`, `loop` or `allocator` cannot be pickled.
             `pickle` may raise other exceptions instead.
         :raises RuntimeError: no asyncio event loop is running, or no thread can be started.
@@ -238,9 +238,9 @@ class WorkerPool(Resource):
         :raises AffinityError: the workers are processes, and another event loop, which has not ended, opened the pool.
             In this case nothing is done.
         :raises BusyResourceError: a function that runs on a worker thread of this pool called this; in this case
-            nothing is done. Also raised if a worker thread runs a function that does not end, or if another event loop
-            owns a resource that was made from the pool or its protection domain; the pool then takes no calls but can
-            be closed again, and the thread is left running.
+            nothing is done. Also raised if a worker thread runs a function that does not end, in which case the thread
+            is left running, or if another event loop owns a resource that was made from the pool or its protection
+            domain. The pool then takes no calls but can be closed again.
         :raises VerbsError: a verb failed. The pool takes no calls but can be closed again.
         :raises ResourceWarning: if warnings are turned into errors, and resources that were made from the pool or its
             own protection domain were still open. The pool is closed.
@@ -272,9 +272,9 @@ class WorkerPool(Resource):
             await self._pd.aclose()
 
     async def _close_after_error(self, error: BaseException) -> None:
-        """Close the pool after an error. If closing fails as well, add the second error to the first one as a note.
+        """Close the pool after an exception. If closing raises an `Exception`, add that to `error` as a note.
 
-        :param error: first error, which the caller raises again.
+        :param error: first exception, which the caller raises again.
         """
         try:
             await self._close()
@@ -374,7 +374,8 @@ class WorkerPool(Resource):
         :raises TypeError: `key` is not a string, bytes or an integer.
         :raises pickle.PicklingError: the workers are processes, and the function, an argument or the result cannot be
             pickled. `pickle` may raise other exceptions instead.
-        :raises RuntimeError: no asyncio event loop is running. In this case the function is not called.
+        :raises RuntimeError: no asyncio event loop is running; in this case the function is not called. Also raised in
+            place of an exception of the function that a worker process cannot pickle.
         :raises Exception: whatever the function or the `placement` policy raised.
         """
         future: CrossLoopFuture[Any] = CrossLoopFuture(running_loop())

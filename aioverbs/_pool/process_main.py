@@ -163,7 +163,7 @@ class _ReceivedCall(CrossLoopCall[Any]):
             link.send(FrameType.ERROR, self._number, pickled_error(error))
 
     def cancellation(self) -> BaseException:
-        """Return a new `asyncio.CancelledError`, to end a call with that was cancelled in this process."""
+        """Return a new `asyncio.CancelledError`, for a call that was cancelled in this process."""
         return asyncio.CancelledError()  # the pool knows whether it cancelled the call
 
     def leave(self, error: BaseException) -> None:
@@ -194,7 +194,10 @@ class _ReceivedSocketCall(_ReceivedCall):
         return function(self._socket, self._report, *args)
 
     def _report(self, value: bool) -> None:
-        """Send the pool a bool that the function passed to its callback. Do nothing if there is no link to the pool."""
+        """Send `value` to the pool. This is the callback that is passed to the function.
+
+        Do nothing if there is no link to the pool.
+        """
         if self._process.link is not None:
             self._process.link.send(FrameType.REPORT, self._number, b"1" if value else b"")
 

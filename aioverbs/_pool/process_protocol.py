@@ -69,7 +69,7 @@ def encode_frame(frame_type: FrameType, number: int, payload: bytes = b"") -> by
 
 
 def send_socket(fd_channel: socket.socket, sent: socket.socket) -> None:
-    """Send a socket to a worker process over the fd channel. It arrives before any frame that is sent afterwards.
+    """Send a socket to a worker process over the fd channel. The socket arrives before any frame that is sent later.
 
     :param fd_channel: non-blocking SOCK_SEQPACKET socket.
     :param sent: socket to send, which the caller must still close.

@@ -514,9 +514,9 @@ class Supervisor:
     def start(self) -> list["concurrent.futures.Future[None]"]:
         """Start all workers, without waiting until they are ready.
 
-        :returns: list with a future for each worker, ordered by number. It completes when the worker is ready, or, if
-            the worker ends before that, with the exception that ended the worker, or with `WorkerDiedError` if that is
-            unknown.
+        :returns: list with a future for each worker, ordered by number. Each future completes when the worker is ready
+            or, if the worker ends before that, with the exception that ended the worker, or with a `WorkerDiedError` if
+            no exception is known.
         """
         handles = tuple(self._handles)
         for handle in handles:

@@ -337,7 +337,9 @@ class Lifecycle:
         with _tree:  # a task that begins to close the resource after this finds the handle
             self._check_process()
             if self.state is not OPEN:
-                raise ClosedResourceError(f"{self!r} is not open: open it with `async with`, or make a new one")
+                raise ClosedResourceError(
+                    f"{self!r} is not open: open it with `async with`; if it was closed, create another"
+                )
             self._handles.append(handle)
 
     def detach(self, handle: Destroyable) -> None:
@@ -535,10 +537,14 @@ class Lifecycle:
             closes the resource.
         :raises RuntimeError: no asyncio event loop is running. In this case nothing is changed.
         """
-        asyncio.get_running_loop()
         closing = self._begin_closing()
         if closing is None:
             return
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            self._abort_closing(closing)
+            raise
         try:
             if self.stop is not None:
                 self.stop()

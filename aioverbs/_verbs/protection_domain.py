@@ -305,7 +305,9 @@ class SharedProtectionDomain(Resource):
         :raises ClosedResourceError: the shared protection domain was never opened.
         """
         if self._id is None:
-            raise ClosedResourceError(f"{self!r} is not open: open it with `async with`, or make a new one")
+            raise ClosedResourceError(
+                f"{self!r} is not open: open it with `async with`; if it was closed, create another"
+            )
         return self._id
 
 

@@ -536,7 +536,9 @@ cdef inline QpWorkState _begin_posting(SendVerbs sending, str verb, section *wit
     if FREE_THREADED:
         return _begin_posting_in_section(sending, verb, within)
     if sending._requests is None:
-        raise ClosedResourceError(f"{sending!r} is not open: open it with `async with`, or make a new one")
+        raise ClosedResourceError(
+            f"{sending!r} is not open: open it with `async with`; if it was closed, create another"
+        )
     sending._requests.handle._use(verb)
     return sending._requests
 
@@ -545,7 +547,9 @@ cdef QpWorkState _begin_posting_in_section(SendVerbs sending, str verb, section 
     # Do the work of `_begin_posting` in builds without a GIL.
     cdef QpWorkState requests = _requests_of(sending, within)
     if requests is None:
-        raise ClosedResourceError(f"{sending!r} is not open: open it with `async with`, or make a new one")
+        raise ClosedResourceError(
+            f"{sending!r} is not open: open it with `async with`; if it was closed, create another"
+        )
     _use_within(requests.handle, verb, within, requests._section())
     return requests
 
@@ -1202,7 +1206,9 @@ cdef class ReceiveVerbs:
         queue = self._queue             # another thread may be opening the object
         section_leave(&within)
         if queue is None:
-            raise ClosedResourceError(f"{self!r} is not open: open it with `async with`, or make a new one")
+            raise ClosedResourceError(
+                f"{self!r} is not open: open it with `async with`; if it was closed, create another"
+            )
         _use_within(queue.handle, "ibv_post_srq_recv", &within, _section(queue))
         try:
             request_begin(&own_wr)

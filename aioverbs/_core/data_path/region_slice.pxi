@@ -344,7 +344,9 @@ cdef RegionSlice _whole_of(Registered region):
     # Return a new slice of the whole region. Raise ClosedResourceError if the region is not open.
     cdef RegionSlice whole
     if region._handle is None:
-        raise ClosedResourceError(f"{region!r} is not open: open it with `async with`, or make a new one")
+        raise ClosedResourceError(
+            f"{region!r} is not open: open it with `async with`; if it was closed, create another"
+        )
     whole = RegionSlice.__new__(RegionSlice)
     whole.region = region
     whole.pins = region._pins

@@ -47,14 +47,17 @@ class AddressHandle(HandleResource[handles.AddressHandle]):
 
         On RDMA devices the kernel resolves the address of the next hop, which takes seconds if the next hop does not
         answer. A helper thread therefore calls the verb, as in `QueuePair.establish`, and the event loop is not
-        blocked. A cancellation is raised only after the verb has ended; the address handle is then closed.
+        blocked. A cancellation is raised only after the verb has ended; the address handle is then closed. If this
+        fails, the address handle stays unopened.
 
         :returns: the address handle itself, to be closed by the caller.
         :raises ClosedResourceError: the address handle was opened before, or its protection domain is closed.
-        :raises ValueError: the port or the GID index does not exist, the port has no GID, or no path leads from the
-            port to the endpoint.
-        :raises VerbsError: the verb failed, for example because the next hop did not answer; with EAGAIN, no helper
+        :raises ValueError: the port or the GID index does not exist, the port has no GID, no path leads from the port
+            to the endpoint, or the ``dgid`` of the path is not 16 bytes long.
+        :raises OverflowError: a number in the path does not fit in its field.
+        :raises VerbsError: the verb failed, for example because the next hop did not answer; with EAGAIN, if no helper
             thread can be started.
+        :raises RuntimeError: on an RDMA device: no asyncio event loop is running.
         """
         if not neighbour_lookup.may_block(self._pd_handle.context):
             return await super().open()

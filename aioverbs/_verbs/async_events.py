@@ -26,7 +26,7 @@ _MAX_UNDELIVERED = 1024  # maximum number of events queued without a listener; t
 
 @dataclass(frozen=True)
 class DeviceEvent:
-    """An asynchronous event of a device, a port or a queue: ``ibv_get_async_event``, already acknowledged.
+    """An asynchronous event of a device, a port or a queue (``ibv_get_async_event``), already acknowledged.
 
     Yielded by `Device.events` and by the ``events`` of queue pairs, completion queues and shared receive queues.
 
@@ -50,7 +50,7 @@ class _UndeliveredEvent:
         self._port_num = event.port_num
 
     def event(self) -> DeviceEvent:
-        """Return the event; its ``resource`` is None if the resource has been garbage collected in the meantime."""
+        """Return a `DeviceEvent`; its ``resource`` is None if the resource has been garbage collected since then."""
         return DeviceEvent(self._type, self._resource() if self._resource is not None else None, self._port_num)
 
 
@@ -79,7 +79,10 @@ class _Listener:
         self._condition.notify()
 
     async def next(self) -> DeviceEvent | None:
-        """Wait for the next event and return it; return None once the listener's resource or the device is closed."""
+        """Wait for the next event and return it; return None once the listener's resource or the device is closed.
+
+        Events that arrived before are returned first.
+        """
         await self._condition.wait_while(lambda: not self._events and not self._has_ended())
         return self._events.popleft() if self._events else None
 
@@ -133,7 +136,8 @@ class _Waker:
     def stop(self) -> None:
         """Stop waking the loop and close the duplicate descriptor. Call once, from any thread.
 
-        Outside the waker's loop, this only schedules `_stop` on that loop and does not wait for it.
+        Outside the waker's loop, this only schedules `_stop` on that loop and does not wait for it; if that loop is
+        closed, only the descriptor is closed.
         """
         if asyncio._get_running_loop() is self._loop:
             self._stop()
@@ -209,7 +213,7 @@ class EventPump:
         return OwnedIterator(name, self._listen(resource), lambda: None)
 
     async def _listen(self, resource: Resource | None) -> AsyncGenerator[DeviceEvent, None]:
-        """Yield the events that `listen` describes, on the running event loop. Raises the exceptions listed there."""
+        """Yield the events that `listen` describes, on the running event loop, with the exceptions listed there."""
         self._check_process()
         self._drop_closed_loops()
         listener = _Listener(resource)
@@ -286,7 +290,7 @@ class EventPump:
     # ---- Event loops to wake up
 
     def _start_waking(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Let available events wake a loop, which must be running in this thread; do nothing if they already do.
+        """Let available events wake a loop, which must be running in this thread; do nothing if they already wake it.
 
         :raises OSError: the process has no file descriptors left.
         """
@@ -316,10 +320,10 @@ class EventPump:
                 self._stop_waking_if_unused(loop)
 
     def _readable(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Receive, acknowledge and dispatch all available events. Called on a loop that its waker has woken.
+        """Receive, acknowledge and dispatch all available events. This is called on a loop that its waker has woken.
 
-        No error is raised. If receiving fails, all watchers are notified that the device is lost, and all iterations
-        end. If the context is closed, all iterations end.
+        No exception is raised. If receiving fails, all watchers are notified that the device is lost, and all
+        iterations end. If the context is closed, all iterations end. In a forked child, nothing is received.
         """
         context = self._context()
         try:
@@ -371,7 +375,7 @@ class AsyncEventSource(HandleResource[H]):
     """Base class of resources with asynchronous events: queue pairs, completion queues and shared receive queues."""
 
     def events(self) -> AsyncGenerator[DeviceEvent, None]:
-        """Return an iterator over the asynchronous events of this resource: ``ibv_get_async_event``.
+        """Return an iterator over the asynchronous events of this resource (``ibv_get_async_event``).
 
         Use ``async for`` on any asyncio event loop; the loop that requests the first event owns the iterator. Events
         that occurred while there was no listener come first. The iteration ends when the resource is closed.
@@ -380,6 +384,7 @@ class AsyncEventSource(HandleResource[H]):
         :returns: an asynchronous iterator of `DeviceEvent`.
         :raises ClosedResourceError: the resource is not open.
         :raises AffinityError: during iteration: another event loop owns the iterator; nothing was done.
+        :raises ForkedProcessError: during iteration: the device was opened before a fork, in the parent process.
         :raises RuntimeError: during iteration: no asyncio event loop is running.
         :raises OSError: during iteration: the process has no file descriptors left.
         """

@@ -37,7 +37,7 @@ class Domain(HandleResource[handles.ProtectionDomain]):
 
     @property
     def base(self) -> "Domain":
-        """The protection domain itself, or the one that this domain is built on; memory is registered on it."""
+        """Protection domain on which memory is registered: this domain itself, or the one that it is built on."""
         raise NotImplementedError
 
     @property
@@ -46,7 +46,9 @@ class Domain(HandleResource[handles.ProtectionDomain]):
         return self.base.cache
 
     def _queue_location(self) -> QueueLocation:
-        """Return the verbs objects and the owner with which this domain makes its queues.
+        """Return the `QueueLocation`: the verbs objects and the owner with which this domain makes its queues.
+
+        Subclasses implement this.
 
         :raises ClosedResourceError: the domain is not open.
         """
@@ -71,7 +73,7 @@ class Domain(HandleResource[handles.ProtectionDomain]):
         """Return a new completion queue, to be opened: see `CompletionQueue`.
 
         :param depth: minimum number of completions that fit.
-        :param comp_vector: index of the device's completion vector (interrupt) that signals the queue.
+        :param comp_vector: index of the device's completion vector (interrupt) that signals new completions.
         :param message_model: how awaits on the queue wait; None for the model of the resource domain, or DEFAULT on
             another domain.
         :param spin_ns: how long an await polls before it sleeps, in nanoseconds, 0..10**9; for FORCE_LOW_LATENCY and
@@ -79,6 +81,9 @@ class Domain(HandleResource[handles.ProtectionDomain]):
         :raises ValueError: `depth` is less than 1, or `spin_ns` is out of range or does not apply to the message
             model; on opening: the device does not support `depth` or `comp_vector`.
         :raises ClosedResourceError: the domain is not open.
+        :raises AffinityError: on opening: another event loop owns the domain.
+        :raises RuntimeError: on opening: no asyncio event loop is running.
+        :raises OSError: on opening: the process has no file descriptors left.
         :raises VerbsError: on opening: the verb failed.
         """
         return CompletionQueue(self, self._queue_location(), depth, comp_vector, message_model, spin_ns)
@@ -109,11 +114,15 @@ class Domain(HandleResource[handles.ProtectionDomain]):
             none posted.
         :param receive_size: size of each of these receives, in bytes; 0 if `receive_depth` is 0.
         :raises ValueError: `qp_type` is XRC_RECV, for which `XrcDomain.queue_pair` is used; or the message model of a
-            completion queue differs from that of the resource domain; or only one of `receive_depth` and `receive_size`
-            is given, or both are given for a queue pair without a receive queue of its own. On opening: the device does
-            not support the capabilities, the completion queues lack room, or the port or GID index does not exist.
+            completion queue differs from that of the resource domain; or `receive_depth` or `receive_size` is negative;
+            or only one of them is given, or both are given for a queue pair without a receive queue of its own. On
+            opening: the device does not support the capabilities, the completion queues lack room, the port or GID
+            index does not exist, or the domain and the queues belong to different devices or owners.
         :raises ClosedResourceError: the domain is not open.
-        :raises VerbsError: on opening: the verb failed.
+        :raises AffinityError: on opening: another event loop owns the domain and the queues.
+        :raises RuntimeError: on opening with `receive_depth`: no asyncio event loop is running.
+        :raises OSError: on opening with `receive_depth`: the process cannot map that much memory.
+        :raises VerbsError: on opening: the verb failed, or the memory of the receives cannot be registered.
         """
         if qp_type is QpType.XRC_RECV:
             raise ValueError(
@@ -151,9 +160,12 @@ class Domain(HandleResource[handles.ProtectionDomain]):
         :param xrc_domain: XRC domain of an XRC shared receive queue; None for an ordinary one.
         :param cq: completion queue of an XRC shared receive queue; None for an ordinary one.
         :raises ValueError: only one of `xrc_domain` and `cq` is given, or the message model of `cq` differs from that
-            of the resource domain; on opening: the device does not support the sizes, or `cq` lacks room.
+            of the resource domain; on opening: the device does not support the sizes, `cq` lacks room, or the domain,
+            `xrc_domain` and `cq` belong to different devices or owners.
+        :raises OverflowError: on opening: `limit` is not in 0..2**32-1.
         :raises ClosedResourceError: the domain is not open.
-        :raises VerbsError: on opening: the verb failed.
+        :raises AffinityError: on opening: another event loop owns the domain and `cq`.
+        :raises VerbsError: on opening: the verb failed; with EINVAL, also if `limit` exceeds the size of the queue.
         """
         return SharedReceiveQueue(self, self._queue_location(), max_wr, max_sge, limit, xrc_domain=xrc_domain, cq=cq)
 
@@ -165,11 +177,13 @@ class Domain(HandleResource[handles.ProtectionDomain]):
     ) -> MemoryRegion:
         """Return a new memory region, to be opened: see `MemoryRegion`.
 
+        `MemoryRegion.open` lists the exceptions that opening raises.
+
         :param memory: object with the buffer protocol, or the number of bytes to allocate.
         :param access: allowed operations; ``REMOTE_WRITE`` and ``REMOTE_ATOMIC`` require ``LOCAL_WRITE`` as well.
         :param allocator: allocator of the bytes, if `memory` is a number; None for the default allocator.
         :raises ValueError: `memory` is a number less than 1, or `allocator` is given and `memory` is not a number.
-        :raises TypeError: `memory` has no buffer protocol, or `allocator` is not an allocator.
+        :raises TypeError: `memory` has no buffer protocol, or `allocator` lacks the methods of `Allocator`.
         :raises ClosedResourceError: the domain is not open.
         :raises VerbsError: on opening: the verb failed, for example with EOPNOTSUPP for the access flags.
         """
@@ -194,8 +208,9 @@ class Domain(HandleResource[handles.ProtectionDomain]):
         :param gid_index: index of the port's GID to send from; used if `to` is an endpoint. None to have
             one chosen as described in `QueuePair`.
         :raises ClosedResourceError: the domain is not open.
-        :raises ValueError: on opening: the port or the GID index does not exist, the port has no GID, or no path leads
-            from the port to the endpoint.
+        :raises ValueError: on opening: the port or the GID index does not exist, the port has no GID, no path leads
+            from the port to the endpoint, or the ``dgid`` of the path is not 16 bytes long.
+        :raises OverflowError: on opening: a number in the path does not fit in its field.
         :raises VerbsError: on opening: the verb failed, for example because the next hop did not answer.
         """
         return AddressHandle(self.base, self.base.handle, to, port, gid_index)
@@ -210,7 +225,8 @@ class Domain(HandleResource[handles.ProtectionDomain]):
         :param access: flags that the ``MR`` was registered with, which pyverbs does not expose: `MemoryRegion.buffer`
             is read-only if they lack ``LOCAL_WRITE``.
         :raises TypeError: on opening: `mr` is not an ``MR``.
-        :raises ValueError: on opening: `mr` is closed or belongs to another protection domain.
+        :raises ValueError: on opening: `mr` is closed, belongs to another protection domain, or covers the whole
+            address space.
         :raises ClosedResourceError: the domain is not open.
         """
         return AdoptedMemoryRegion(self.base, self.base.handle, mr, access)
@@ -226,6 +242,8 @@ class Domain(HandleResource[handles.ProtectionDomain]):
         alignment: int = 64,
     ) -> BufferPool:
         """Return a new pool of registered buffers, to be opened: see `BufferPool`.
+
+        `BufferPool.open` lists the exceptions that opening raises.
 
         :param size: size of each buffer, in bytes.
         :param count: number of buffers in a slab, the unit in which the pool registers memory.
@@ -250,6 +268,7 @@ def check_caller(domain: Domain, what: str) -> None:
     :param what: operation to name in the error.
     :raises AffinityError: the domain is bound to an event loop, and another loop or none is running.
     :raises ConcurrentAccessError: a verb on the domain is in progress.
+    :raises ForkedProcessError: the domain was opened before a fork, in the parent process.
     """
     owner = domain.owner
     if owner is not None and owner.bound:
@@ -257,7 +276,7 @@ def check_caller(domain: Domain, what: str) -> None:
 
 
 def queue_location_of(domain: Domain) -> QueueLocation:
-    """Return the verbs objects and the owner with which a domain makes its queues.
+    """Return the `QueueLocation` of a domain: the verbs objects and the owner with which it makes its queues.
 
     :raises ClosedResourceError: the domain is not open.
     """

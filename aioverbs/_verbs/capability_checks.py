@@ -16,7 +16,8 @@ def check_queue_pair(
 ) -> None:
     """Check the capabilities of a queue pair against the limits of the device.
 
-    Of ``max_inline_data``, only the sign is checked, because no device attribute reports a maximum.
+    Of ``max_inline_data``, only the sign is checked, because no device attribute reports a maximum. The limit of
+    ``max_recv_sge`` is one less for UD, because the route (GRH) of a datagram takes one entry.
 
     :param name: name of the device, for the error message.
     :param device: attributes of the device.

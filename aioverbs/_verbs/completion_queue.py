@@ -86,14 +86,14 @@ class QueueLocation:
     message_model: MessageModel | None = None
 
     def owner_with(self, *parts: Resource | None) -> Affinity | None:
-        """Return the owner of a new queue that uses other resources: the first owner found among the domain and those.
+        """Return the owner of a new queue: that of the domain, or else that of the first of `parts` that has one.
 
         All resources of a queue must have one owner. If they do not, creating the handle of the queue fails, so it does
         not matter which of the owners is returned.
 
         :param parts: completion queues and shared receive queues that the new queue uses; None for each one it lacks.
-        :returns: the owner; None if neither the domain nor any of the parts has an owner, so that any thread may use
-            the new queue.
+        :returns: the `Affinity` that is the owner; None if neither the domain nor any of the parts has an owner, so
+            that any thread may use the new queue.
         """
         owners = (self.owner, *(part.owner for part in parts if part is not None))
         return next((owner for owner in owners if owner is not None), None)
@@ -160,10 +160,13 @@ class _ChannelWatcher:
         self._watching = True
 
     def _on_failure(self, element: handles.Handle | None) -> None:
-        """Fail all work requests in flight whose completions go to the watched queue. Runs on the watcher's loop.
+        """Fail all work requests in flight whose completions go to the watched queue. This runs on the watcher's loop.
 
-        :param element: handle of the failed completion queue, or None if the device is lost. Failures of other
-            completion queues than the watched one are ignored.
+        Completions that are already in the queue are dispatched first. If another thread is inside a verb on the
+        domain, schedule another attempt. After `stop`, do nothing.
+
+        :param element: handle of the failed completion queue, or None if the device is lost. Failures of completion
+            queues other than the watched one are ignored.
         """
         # The device was lost or this completion queue failed: no request still in flight will complete, except for
         # completions that are already in the queue. Polling such a queue fails on some devices and succeeds on others.
@@ -186,13 +189,17 @@ class _ChannelWatcher:
     async def stop(self) -> None:
         """Stop watching the channel and the device, and acknowledge the events received from the channel.
 
+        If another thread is inside the domain in each of 1,000 attempts, the events stay unacknowledged. A cancellation
+        is raised only after the watch has ended, and then nothing is acknowledged.
+
         :raises BusyResourceError: the loop that watches the channel's descriptor does not respond within 10 s.
+        :raises RuntimeError: no asyncio event loop is running.
         """
         await wait_uncancelled(self._unwatch())
         await retry_while_busy(self._dispatcher.acknowledge)
 
     async def _unwatch(self) -> None:
-        """Call `_remove` on the loop that watches the descriptor, or here if that loop is closed.
+        """Call `_remove` on the loop that watches the descriptor, or here if that loop or its thread has ended.
 
         :raises BusyResourceError: that loop does not respond within 10 s.
         """
@@ -226,7 +233,7 @@ class CompletionQueue(AsyncEventSource[handles.CompletionQueue]):
     :param domain: domain that the completion queue belongs to.
     :param location: verbs objects and owner with which the domain makes its queues.
     :param depth: minimum number of completions that fit.
-    :param comp_vector: index of the device's completion vector (interrupt) that signals the queue.
+    :param comp_vector: index of the device's completion vector (interrupt) that signals new completions.
     :param message_model: how awaits on this queue wait; None for the model of the resource domain, or DEFAULT on
         another domain. Queue pairs of a resource domain accept only completion queues with the domain's message model.
     :param spin_ns: how long an await polls before it sleeps, in nanoseconds, 0..10**9; for FORCE_LOW_LATENCY and
@@ -234,6 +241,8 @@ class CompletionQueue(AsyncEventSource[handles.CompletionQueue]):
     :raises ValueError: `depth` is less than 1, or `spin_ns` is out of range or does not apply to the message model; on
         opening: the device does not support `depth` or `comp_vector`.
     :raises AffinityError: on opening: another event loop owns the domain.
+    :raises RuntimeError: on opening: no asyncio event loop is running.
+    :raises OSError: on opening: the process has no file descriptors left.
     :raises VerbsError: on opening: the verb failed.
     """
 
@@ -305,7 +314,9 @@ class CompletionQueue(AsyncEventSource[handles.CompletionQueue]):
         check_completion_queue(context.name, context.attributes, depth, self._comp_vector, context.num_comp_vectors)
 
     def _moderate(self, handle: handles.CompletionQueue) -> None:
-        """Turn on completion moderation, so that one event reports several completions; do nothing if unsupported.
+        """Turn on completion moderation, so that one event reports several completions.
+
+        If the provider does not support it, change nothing.
 
         :raises VerbsError: the verb failed with an error other than EOPNOTSUPP.
         """
@@ -329,11 +340,14 @@ class CompletionQueue(AsyncEventSource[handles.CompletionQueue]):
 
     @property
     def moderated(self) -> bool:
-        """Whether the device moderates completion events, as it does for HIGH_BANDWIDTH if it supports that."""
+        """Whether the device moderates completion events: False before opening, and without HIGH_BANDWIDTH."""
         return self._moderated
 
     def statistics(self) -> CompletionQueueStatistics:
-        """Return the `CompletionQueueStatistics`: the current depth, and lifetime counters; 0 if never opened."""
+        """Return the `CompletionQueueStatistics`: the current depth, and lifetime counters.
+
+        If the queue was never opened, the depth is the requested one, and the counters are 0.
+        """
         counts = (0,) * 6
         if (cq := self._dispatcher) is not None:
             counts = (cq.in_flight, cq.completions, cq.late, cq.wakeups, cq.spins, cq.spins_paid)
@@ -394,7 +408,7 @@ class CompletionQueue(AsyncEventSource[handles.CompletionQueue]):
 
 
 class CqReservation:
-    """Entries that one queue has reserved in its completion queues; its lifecycle releases them when it is closed."""
+    """Entries that one queue has reserved in its completion queues. The queue's lifecycle releases them on closing."""
 
     def __init__(self) -> None:
         self._reserved: list[tuple[CompletionQueue, int]] = []
@@ -419,8 +433,8 @@ class CqReservation:
 async def retry_while_busy(verb: Callable[[], object]) -> bool:
     """Call a verb, repeatedly if necessary, until no other thread is inside a verb on the same unlocked domain.
 
-    Between two attempts, other tasks on the loop run. Exceptions raised by the verb are raised here, except
-    ConcurrentAccessError, which leads to the next attempt.
+    Between two attempts, other tasks on the loop run. A ConcurrentAccessError that the verb raises leads to the next
+    attempt; all other exceptions propagate unchanged.
 
     :param verb: function that calls the verb; its result is dropped.
     :returns: True if the verb was executed; False if another thread was inside the domain in each of 1,000 attempts.

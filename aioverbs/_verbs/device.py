@@ -77,7 +77,7 @@ class DeviceInfo:
     :param ports: ports of the device; empty if it cannot be opened.
     :param native: the subset of ``"thread domains"``, ``"parent domains"`` and ``"XRC domains"`` that the provider
         implements.
-    :param problem: reason why the device cannot be opened; None if it can.
+    :param problem: message of the exception that opening the device raised; None if the device can be opened.
     """
 
     name: str
@@ -110,11 +110,12 @@ class DeviceStatistics(ResourceStatistics):
 def devices() -> list[DeviceInfo]:
     """Return a list of the devices of this machine: RDMA devices first, the software device last.
 
-    Each device is opened briefly to query it. A device that cannot be opened is listed with the reason as its
-    `DeviceInfo.problem`. If libibverbs or pyverbs is missing, only the software device is listed.
+    Each device is opened briefly to query it. If a device cannot be opened, its `DeviceInfo.problem` is the message of
+    the exception. If libibverbs or pyverbs is missing, or if the verb that lists the RDMA devices fails, only the
+    software device is listed.
 
     :returns: a `DeviceInfo` for each device.
-    :raises VerbsError: a device could be opened but not queried.
+    :raises VerbsError: a device could be opened but could not be queried or closed again.
     """
     try:
         names = hardware.names()
@@ -136,7 +137,8 @@ def _open_context(name: str, *, execution: Execution = "inline", delay_ns: int =
     :raises ValueError: `execution` or `delay_ns` is invalid or was given for an RDMA device; or the address in the name
         of a software device, or an environment variable of the software device, is invalid.
     :raises LibraryNotFoundError: the device is an RDMA device, and libibverbs or pyverbs is missing.
-    :raises VerbsError: ``ibv_open_device`` failed.
+    :raises VerbsError: the RDMA devices cannot be listed, ``ibv_open_device`` failed, or a software device cannot
+        accept connections at its address.
     """
     if _provider_of(name) == "software":
         return software.open_context(name, execution=execution, delay_ns=delay_ns)
@@ -154,8 +156,9 @@ def _open_context(name: str, *, execution: Execution = "inline", delay_ns: int =
 def _query_info(name: str) -> DeviceInfo:
     """Open a device briefly to query it.
 
-    :returns: its description; if the device cannot be opened, it has no ports, and ``problem`` is the reason.
-    :raises VerbsError: the device could be opened but not queried.
+    :returns: a `DeviceInfo`. If the device cannot be opened, the `DeviceInfo` has no ports, and its ``problem`` is the
+        message of the exception.
+    :raises VerbsError: the device could be opened but could not be queried or closed again.
     """
     try:
         context = _open_context(name)
@@ -181,9 +184,11 @@ def _port_info(context: handles.Context, number: int) -> PortInfo:
 
 
 def _native_types(context: handles.Context) -> list[str]:
-    """Return the optional object types that the provider implements, with the names used in `DeviceInfo.native`.
+    """Return a list of the optional object types that the provider implements, as named in `DeviceInfo.native`.
 
     To find out, one object of each type is created and destroyed again.
+
+    :raises VerbsError: an object that was created cannot be destroyed.
     """
     found = []
     made: list[handles.Handle] = []
@@ -210,8 +215,8 @@ class Device(HandleResource[handles.Context]):
     """A device: ``ibv_open_device``. Any event loop may use it. Made by `open_device`, which lists the exceptions that
     opening raises.
 
-    A device that is garbage collected while open is closed by the event loop that opened it. If that loop is already
-    closed, the next call that opens a device closes it.
+    A device that is garbage collected while open is closed by the event loop that opened it. If that loop is closed, or
+    if no asyncio event loop was running, the device is closed when another device is opened on an asyncio event loop.
     """
 
     def __init__(
@@ -241,6 +246,7 @@ class Device(HandleResource[handles.Context]):
         :raises ValueError: `max_native_thread_domains` is negative; on opening: `context` is closed.
         :raises TypeError: on opening: `context` is not a `pyverbs.device.Context`.
         :raises LibraryNotFoundError: on opening: libibverbs or pyverbs is missing.
+        :raises RuntimeError: on opening: this version of pyverbs has an unknown object layout.
         """
         device = Device(None, max_native_thread_domains, "inline", 0)
         device._user_context = context
@@ -249,7 +255,7 @@ class Device(HandleResource[handles.Context]):
     def _make_context(self) -> handles.Context:
         """Open the context of the device, or adopt the user's pyverbs context.
 
-        Raises the exceptions that `open_device` and `from_pyverbs` list for opening.
+        This raises the exceptions that `open_device` and `from_pyverbs` list for opening.
 
         :returns: the context, which the caller must destroy.
         """
@@ -319,7 +325,7 @@ class Device(HandleResource[handles.Context]):
         return context.faults
 
     def attributes(self) -> DeviceAttributes:
-        """Query the device and return its attributes and limits as `DeviceAttributes`: ``ibv_query_device``.
+        """Query the device (``ibv_query_device``) and return its attributes and limits as a `DeviceAttributes`.
 
         :raises ClosedResourceError: the device is not open.
         :raises VerbsError: the verb failed.
@@ -327,7 +333,7 @@ class Device(HandleResource[handles.Context]):
         return self.handle.query_device()
 
     def port(self, number: int = 1) -> PortAttributes:
-        """Query a port and return its current attributes as `PortAttributes`: ``ibv_query_port``.
+        """Query a port (``ibv_query_port``) and return its current attributes as a `PortAttributes`.
 
         :param number: port number, from 1.
         :raises VerbsError: the verb failed, for example because the device has no such port.
@@ -360,8 +366,8 @@ class Device(HandleResource[handles.Context]):
         return ProtectionDomain(self, self.handle, self._budget, lent=pd)
 
     def shared_protection_domain(self, shared_id: int, share_key: int) -> ProtectionDomain:
-        """Return an instance of a protection domain that another context of the same device shares, to be opened:
-        ``ibv_share_pd``.
+        """Return an unopened instance of a protection domain that another context of the same device shares
+        (``ibv_share_pd``).
 
         On a software device, the instance can be opened on any other context of the device in this process, and on a
         device made by `import_device`. On an RDMA device, it can be opened on the context that shares the domain
@@ -369,9 +375,11 @@ class Device(HandleResource[handles.Context]):
 
         :param shared_id: `SharedProtectionDomain.id`, 0..2**96-1.
         :param share_key: the key that the domain was shared with, 0..2**64-1.
-        :raises VerbsError: on opening: with ENOENT if no domain is shared under that id, with EACCES if the key is
-            wrong, with EXDEV if the id belongs to another device, with EOPNOTSUPP if the provider does not implement
-            the verb.
+        :raises VerbsError: on opening: with ENOENT if no domain is shared under that id, or if this context of an RDMA
+            device did not import it; with EACCES if the key is wrong; with EXDEV if the id belongs to another device;
+            with EOPNOTSUPP if the provider does not implement the verb; on a software device, with EMFILE or ENOMEM if
+            240 processes already use the domain or its memory cannot be mapped.
+        :raises OSError: on opening on an RDMA device: with EMFILE if no file descriptor is left.
         :raises ValueError: `shared_id` does not fit in 96 bits, or `share_key` does not fit in 64 bits.
         :raises TypeError: `shared_id` or `share_key` is not an integer.
         :raises ClosedResourceError: the device is not open.
@@ -380,10 +388,10 @@ class Device(HandleResource[handles.Context]):
         return ProtectionDomain(self, self.handle, self._budget, (shared_id, share_key))
 
     def thread_domain(self, *, require_native: bool = False) -> ThreadDomain:
-        """Return a new thread domain, to be opened: see `ThreadDomain`. The event loop that opens it owns it.
+        """Return a new thread domain, to be opened: see `ThreadDomain`. The event loop that opens the domain owns it.
 
-        :param require_native: True if opening must raise an error when the provider has no thread domains left; False
-            to open a non-native thread domain in this case.
+        :param require_native: True if opening must raise `VerbsError` when the provider has no thread domains left;
+            False to open a non-native thread domain in this case.
         :raises ClosedResourceError: the device is not open.
         :raises RuntimeError: on opening: no asyncio event loop is running.
         :raises VerbsError: on opening: the verb failed; with `require_native`, also if no thread domains are left.
@@ -407,12 +415,13 @@ class Device(HandleResource[handles.Context]):
         :param message_model: how awaits on the completion queues of the domain wait.
         :param allocator: allocator of the memory of queues; None for the provider's own.
         :param context: opaque user data, passed to the allocator.
-        :param require_native: True if opening must raise an error when the thread domain or parent domain would not be
-            native.
+        :param require_native: True if opening must raise `VerbsError` when the thread domain or parent domain would not
+            be native.
         :raises TypeError: `pd` is not a protection domain or one interchangeable with it, or `allocator` lacks the
             methods of `Allocator`.
         :raises ClosedResourceError: the device is not open; on opening: `pd` is not open.
         :raises RuntimeError: on opening with the thread model SINGLE: no asyncio event loop is running.
+        :raises ValueError: on opening: `pd` belongs to another device than the native thread domain.
         :raises VerbsError: on opening: a verb failed, or `require_native` cannot be met.
         """
         return ResourceDomain(
@@ -428,17 +437,19 @@ class Device(HandleResource[handles.Context]):
         )
 
     def loop_domain(self) -> AbstractAsyncContextManager[ResourceDomain, None]:
-        """Return an async context manager for the resource domain that all such blocks on one event loop share.
+        """Return an async context manager for the resource domain that all blocks of this device on one loop share.
 
         ``async with`` yields the open `ResourceDomain`. The first block to be entered on the loop opens the domain, and
         the last one to be left closes it. If the loop is closed before that, the domain is dropped, and it is closed
-        together with the device.
+        together with the device. If closing fails, the exception of `Resource.aclose` is added as a note to the
+        exception of the block, or is raised if there is none; the next block then opens a new domain.
 
         :returns: the context manager; the exceptions below are raised on entering or leaving its block.
-        :raises AffinityError: on leaving: the block was entered on another loop; nothing was done.
+        :raises AffinityError: on entering: a block on another loop is using the context manager; on leaving: the block
+            was entered on another loop. In both cases nothing was done.
         :raises RuntimeError: on entering: no asyncio event loop is running, or the context manager is already in use.
         :raises ClosedResourceError: on entering: the device is not open.
-        :raises VerbsError: on entering: the domain cannot be opened.
+        :raises VerbsError: on entering: the domain cannot be opened; on leaving: the domain cannot be closed.
         """
         return LoopDomain(self.resource_domain, self._loop_domains)
 
@@ -449,22 +460,23 @@ class Device(HandleResource[handles.Context]):
             other process can open.
         :param oflag: ``os.O_CREAT``, optionally with ``os.O_EXCL``; or 0 to open an existing domain only.
         :raises ClosedResourceError: the device is not open.
-        :raises VerbsError: on opening: the verb failed.
+        :raises VerbsError: on opening: the verb failed, with the error numbers that `XrcDomain` lists.
         """
         return XrcDomain(self, self.handle, fd, oflag)
 
     def events(self, resource: Resource | None = None) -> AsyncGenerator[DeviceEvent, None]:
-        """Return an iterator over asynchronous events of the device and of all resources made from it:
-        ``ibv_get_async_event``.
+        """Return an iterator over asynchronous events (``ibv_get_async_event``) of the device and of all resources made
+        from it.
 
-        The iteration ends when the device is closed. While there is no listener, the latest 1,024 events are queued.
-        The event loop that requests the first event owns the iterator.
+        The iteration ends when the device is closed. While there is no listener, the latest 1,024 events are queued for
+        the next one. The event loop that requests the first event owns the iterator.
 
         :param resource: queue pair, completion queue or shared receive queue whose events to yield, as its method
             `events` does; the iteration then ends when the resource is closed. None to yield all events.
         :returns: an asynchronous iterator of `DeviceEvent`.
         :raises ClosedResourceError: the device is not open.
         :raises AffinityError: during iteration: another event loop owns the iterator; nothing was done.
+        :raises ForkedProcessError: during iteration: the device was opened before a fork, in the parent process.
         :raises RuntimeError: during iteration: no asyncio event loop is running.
         :raises OSError: during iteration: the process has no file descriptors left.
         """
@@ -503,7 +515,7 @@ class Device(HandleResource[handles.Context]):
         return log_rejections(context).refusals if isinstance(context := self.handle, SoftwareContext) else ()
 
     def statistics(self) -> DeviceStatistics:
-        """Return counts of the open objects of the device, as `DeviceStatistics`.
+        """Return counts of the open objects of the device, as a `DeviceStatistics`.
 
         Counts of each object type are available for software devices only.
 
@@ -546,11 +558,13 @@ def open_device(
         ``"thread"`` executes it in a thread of the device, concurrently with the event loop, as hardware does.
     :param delay_ns: with ``"thread"`` only: minimum time from posting to execution, in nanoseconds.
     :raises DeviceNotFoundError: on opening: there is no device with that name.
-    :raises LibraryNotFoundError: on opening: the device is an RDMA device, and libibverbs or pyverbs is missing.
+    :raises LibraryNotFoundError: on opening: an RDMA device is named, and libibverbs or pyverbs is missing.
     :raises ValueError: `max_native_thread_domains` is negative. On opening: `execution` or `delay_ns` is invalid or was
         given for an RDMA device; or the address in the name of a software device, or an environment variable of the
         software device, is invalid.
-    :raises VerbsError: on opening: ``ibv_open_device`` failed.
+    :raises VerbsError: on opening: ``ibv_open_device`` failed; or a software device cannot accept connections at its
+        address, for example with EADDRINUSE; or, while looking for an active port, an RDMA device could be opened but
+        not queried.
     """
     return Device(name, max_native_thread_domains, execution, delay_ns)
 
@@ -558,9 +572,9 @@ def open_device(
 def _first_active() -> str:
     """Return the name of the first RDMA device with an active port.
 
-    If there is none, return the name of the software device and log a warning with the reason.
+    If there is none, return the name of the software device and log a warning that says why.
 
-    :raises VerbsError: an RDMA device could be opened but not queried.
+    :raises VerbsError: an RDMA device could be opened but could not be queried or closed again.
     """
     reasons = []
     try:

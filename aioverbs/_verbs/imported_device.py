@@ -35,7 +35,8 @@ class ImportedDevice(Device):
     async def open(self) -> Self:
         """Open the device: request access from the process at the other end of the socket given to `import_device`.
 
-        Other exceptions are those that `import_device` lists for opening.
+        If this fails, the device stays unopened. Exceptions other than `ClosedResourceError` are those that
+        `import_device` lists for opening.
 
         :returns: the device itself, to be closed by the caller.
         :raises ClosedResourceError: the device was opened before.
@@ -55,7 +56,7 @@ class ImportedDevice(Device):
     def _make_context(self) -> handles.Context:
         """Open the context to which the other process has given access, and return it; the caller must destroy it.
 
-        Raises the exceptions that `import_device` lists for opening.
+        This raises the exceptions that `import_device` lists for opening.
         """
         received = self._received.pop()
         self._lifecycle.hold(received.share)
@@ -90,13 +91,15 @@ def import_device(
     :param max_native_thread_domains: as for `open_device`.
     :raises TypeError: `shared_id` or `share_key` is not an integer.
     :raises ValueError: `shared_id` does not fit in 96 bits, `share_key` does not fit in 64 bits, or
-        `max_native_thread_domains` is negative. On opening: `socket` is blocking or not a Unix stream socket, or
-        `name` is given and the shared device is an RDMA device.
+        `max_native_thread_domains` is negative. On opening: `socket` is blocking or not a Unix stream socket;
+        `name` is given and the shared device is an RDMA device; or the address in `name`, or an environment variable of
+        the software device, is invalid.
     :raises VerbsError: on opening: with ENOENT if no domain is shared under that id, with EACCES if the key is wrong,
         with EXDEV if the id belongs to another device, with EOPNOTSUPP if the provider does not implement
         ``ibv_import_device``, with EPROTO if the peer does not speak the protocol, with EPROTONOSUPPORT if it speaks
-        another version of the protocol. If the shared device is a software device, also for the reasons given in
+        a different version of the protocol. If the shared device is a software device, also for the reasons given in
         `open_device`.
+    :raises OSError: on opening: with EMFILE if no file descriptor is left.
     :raises BrokenResourceError: on opening: the peer closed the connection.
     :raises RuntimeError: on opening: no asyncio event loop is running.
     :raises DeviceNotFoundError: on opening: `name` is not the name of a software device.

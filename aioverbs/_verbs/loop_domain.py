@@ -43,9 +43,10 @@ class LoopDomain(OwnedBlock[ResourceDomain]):
         self._entered: tuple[asyncio.AbstractEventLoop, SharedDomain] | None = None
 
     async def _begin(self) -> ResourceDomain:
-        """Return the open resource domain of the running loop. The first block on the loop opens the domain.
+        """Return the open resource domain of the running loop.
 
-        Raises the exceptions that opening a `ResourceDomain` raises.
+        The first block on the loop opens the domain. If code in a block has closed it, the next block opens a new one.
+        This raises the exceptions that opening a `ResourceDomain` raises.
         """
         loop = running_loop()
         if turn := spend(LIGHT):
@@ -68,8 +69,8 @@ class LoopDomain(OwnedBlock[ResourceDomain]):
     ) -> None:
         """Leave the block. If this is the last block on the domain, close the domain.
 
-        If closing fails, its exception is raised, unless the block raised one: then a note about the failure is added
-        to the block's exception.
+        If `Resource.aclose` raises an exception, that exception propagates, unless the block raised one: then a note
+        about the failure is added to the block's exception. In both cases the next block opens a new domain.
         """
         assert self._entered is not None
         (loop, shared), self._entered = self._entered, None

@@ -31,15 +31,16 @@ _limiter: RunVar[anyio.CapacityLimiter] = RunVar("helper threads")
 
 
 async def run_in_helper_thread(verb: str, function: Callable[[], object]) -> None:
-    """Call a function in a helper thread and wait until it has returned. Its exceptions are raised here.
+    """Call a function in a helper thread and wait until it has returned. The function's exceptions propagate unchanged.
 
-    Each loop has at most `_MAX_HELPERS` helper threads; if all of them are busy, wait for one. Once the function has
-    been called, a cancellation is raised only after it has returned. The function is awaited through a future, not a
-    task, because a loop that ends would cancel a task.
+    Each loop has at most `_MAX_HELPERS` helper threads, 256; if all of them are busy, wait for one. Once the function
+    has been called, a cancellation is raised only after it has returned; an exception of the function is then dropped.
+    The function is awaited through a future, not a task, because a loop that ends would cancel a task.
 
     :param verb: name of the verb that the function calls, for the error message.
     :param function: function to call; its result is dropped.
     :raises VerbsError: with EAGAIN, if no thread can be started; the function was not called.
+    :raises RuntimeError: no asyncio event loop is running; the function was not called.
     """
     try:
         limiter = _limiter.get()

@@ -11,7 +11,9 @@ _MAX_GIDS = 1 << 8  # range of ``sgid_index`` in ``ibv_global_route``
 
 
 def gid_table(context: handles.Context, port: int) -> list[Gid]:
-    """Return the GID table of a port, as a list of `Gid`: ``ibv_query_gid_table``.
+    """Query the GID table of a port (``ibv_query_gid_table``) and return it as a list of `Gid`.
+
+    If the port does not exist, an RDMA device returns an empty list, and a software device raises `VerbsError`.
 
     :raises VerbsError: the verb failed.
     :raises LibraryNotFoundError: the context was imported from another process, and pyverbs or libibverbs is missing.
@@ -27,7 +29,7 @@ def check_port(context: handles.Context, port: int, gid_index: int | None = None
     :param context: context of the device.
     :param port: number of the port.
     :param gid_index: index in the GID table; None to check only the port.
-    :raises ValueError: the port or the index does not exist.
+    :raises ValueError: the port or the index does not exist, or the index is greater than 255.
     :raises VerbsError: the port cannot be queried.
     """
     count = context.attributes.phys_port_cnt
@@ -43,7 +45,7 @@ def check_port(context: handles.Context, port: int, gid_index: int | None = None
 
 
 def limits_of(context: handles.Context, port: int) -> Limits:
-    """Query the device and a port, and return the `Limits` that apply to queue pairs on that port.
+    """Query the device of `context` and its port `port`, and return the `Limits` of queue pairs on that port.
 
     :raises VerbsError: the device has no such port, or cannot be queried.
     """
@@ -55,6 +57,7 @@ def gid_index(context: handles.Context, port: int) -> int:
 
     :raises ValueError: the port does not exist or has no GID.
     :raises VerbsError: the GID table cannot be queried.
+    :raises LibraryNotFoundError: as for `gid_table`.
     """
     check_port(context, port)
     found = select_gid_index(gid_table(context, port))

@@ -44,13 +44,17 @@ _NO_PARENT_DOMAIN = {errno.EOPNOTSUPP, errno.EINVAL}
 
 
 class _Allocators:
-    """Shared memory allocator of a protection domain, made on first use and closed together with the domain."""
+    """Shared memory allocator of a protection domain, made by its first use and closed together with the domain."""
 
     def __init__(self) -> None:
         self.shared: NativeAllocator | None = None
 
     def destroy(self) -> None:
-        """Close the memory of the allocator, if one was made, even if the user still has a reference to it."""
+        """Stop a `SharedMemoryAllocator`, if one was made, from allocating more, even if the user still refers to it.
+
+        Pieces that are allocated stay valid; the memory is released when the last of them is freed. On an RDMA device,
+        nothing is done, because its allocator does not depend on the domain.
+        """
         shared, self.shared = self.shared, None
         if isinstance(shared, SharedMemoryAllocator):
             shared.close()
@@ -61,7 +65,7 @@ class InterchangeableDomain(Domain):
 
     @property
     def base(self) -> "ProtectionDomain":
-        """The protection domain itself, or the one that this domain is built on; memory is registered on it."""
+        """Protection domain on which memory is registered: this domain itself, or the one that it is built on."""
         raise NotImplementedError
 
     @property
@@ -90,6 +94,7 @@ class InterchangeableDomain(Domain):
 
         :param key: `MemoryRegion.rkey` in the other process, 0..2**32-1.
         :raises TypeError: `key` is not an integer.
+        :raises OverflowError: on opening: `key` is not in 0..2**32-1.
         :raises ClosedResourceError: the domain is not open.
         :raises VerbsError: on opening: with ENOENT if no region of the domain has that key, with EFAULT if the memory
             of the region is not from `shared_memory`, with EOPNOTSUPP if this is an RDMA device.
@@ -105,6 +110,7 @@ class InterchangeableDomain(Domain):
         :raises ClosedResourceError: on opening: the domain is not open.
         :raises VerbsError: on opening: with EOPNOTSUPP if the provider does not implement sharing, with EEXIST if the
             domain is already shared.
+        :raises OSError: on opening on an RDMA device: with EMFILE if no file descriptor is left.
         """
         return SharedProtectionDomain(self.base, share_key)
 
@@ -118,14 +124,16 @@ class InterchangeableDomain(Domain):
     ) -> "ParentDomain":
         """Return a parent domain over this domain, to be opened: see `ParentDomain`.
 
-        :param td: thread domain whose event loop is to own the resources made on the parent domain; None to let any
+        :param td: thread domain whose event loop is to own the resources created on the parent domain; None to let any
             thread use them.
         :param allocator: allocator of the memory of queues; None for the provider's own.
         :param context: opaque user data, passed to the allocator.
-        :param require_native: True if opening must raise an error when the provider has no parent domains or `td` is
-            not native; False to continue without native ones.
+        :param require_native: True if opening must raise `VerbsError` when the provider has no parent domains or `td`
+            is not native; False to continue without native ones.
         :raises TypeError: `td` is not a thread domain, or `allocator` lacks the methods of `Allocator`.
         :raises ClosedResourceError: on opening: this domain or `td` is not open.
+        :raises ValueError: on opening: `td` is native and belongs to another device.
+        :raises AffinityError: on opening: another event loop owns `td`.
         :raises VerbsError: on opening: the verb failed; with EOPNOTSUPP, also if `require_native` cannot be met.
         """
         return ParentDomain(self, td, allocator, context, require_native=require_native)
@@ -136,7 +144,7 @@ def base_protection_domain(what: str, pd: object) -> "ProtectionDomain":
 
     :param what: kind of the resource that is being made, for the error message.
     :param pd: a protection domain, or a domain interchangeable with one.
-    :raises TypeError: `pd` is something else.
+    :raises TypeError: `pd` is an object of another type.
     """
     if not isinstance(pd, InterchangeableDomain):
         raise TypeError(f"a {what} requires a protection domain, got {pd!r}")
@@ -214,6 +222,8 @@ class ProtectionDomain(InterchangeableDomain):
 def _shared_memory(handle: handles.ProtectionDomain) -> NativeAllocator:
     """Return a new allocator of memory that other processes can use if they have an instance of the domain.
 
+    On a software device this is a `SharedMemoryAllocator`; on an RDMA device, a `SharedPageAllocator`.
+
     :raises VerbsError: on a software device: with EINVAL if the domain is not shared, with ENOMEM or EMFILE if the
         memory cannot be mapped.
     """
@@ -241,9 +251,9 @@ class SharedProtectionDomain(Resource):
 
     While a region that was registered on one instance is open, the queue pairs of all instances can access it with its
     keys. On the software device, other processes can do so only if its memory comes from
-    `ProtectionDomain.shared_memory`. Memory windows can be used only with the instance that they were made on. Closing
-    a region waits until other instances have finished accessing it. On the software device, at most 240 processes can
-    use a domain at once, and each can have at most 65,536 regions and windows of it.
+    `ProtectionDomain.shared_memory`. Memory windows can be used only with the instance that they were created on.
+    Closing a region waits until other instances have finished accessing it. On the software device, at most 240
+    processes can use a domain at once, and each can have at most 65,536 regions and windows on it.
 
     :param pd: protection domain to share.
     :param share_key: secret that other contexts need to open the domain, 0..2**64-1.
@@ -252,6 +262,7 @@ class SharedProtectionDomain(Resource):
     :raises ClosedResourceError: on opening: the protection domain is not open.
     :raises VerbsError: on opening: with EOPNOTSUPP if the provider does not implement sharing, with EEXIST if the
         domain is already shared.
+    :raises OSError: on opening on an RDMA device: with EMFILE if no file descriptor is left.
     """
 
     def __init__(self, pd: ProtectionDomain, share_key: int) -> None:
@@ -269,10 +280,10 @@ class SharedProtectionDomain(Resource):
     async def send(self, socket: socket.socket) -> None:
         """Give the process at the other end of a socket access to the domain, by answering one request from it.
 
-        The other process must call `import_device`. It gets access to more than the domain: on an RDMA device it gets
-        the context's descriptor, through which it can access everything made from this device; on the software device
-        it gets all memory of `ProtectionDomain.shared_memory`. After a cancellation, or an error that is not a
-        rejection of the peer, the socket can no longer be used.
+        The other process must call `import_device`. That process gets access to more than the domain: on an RDMA device
+        it gets the context's descriptor, through which it can access everything made from this device; on the software
+        device it gets all memory of `ProtectionDomain.shared_memory`. After a cancellation, or an exception other than
+        the `VerbsError` of an informed peer, the socket can no longer be used.
 
         The request proves that its author knows the key. It does not prove that its author is the process at the other
         end of this socket: a process that receives requests for the domain could forward one and would be given access.
@@ -282,10 +293,10 @@ class SharedProtectionDomain(Resource):
         :param socket: connected non-blocking stream socket of the Unix domain. The caller continues to own the socket
             and must not read or write it during the call.
         :raises VerbsError: the peer was rejected and informed: with ENOENT, EACCES or EXDEV if the request contains
-            another id, key or device; with EPROTO or EPROTONOSUPPORT if the request is malformed or of another version.
-            Also with EPROTO, without informing the peer, if the request carried file descriptors: the socket is closed
-            in this case.
-        :raises OSError: with EMFILE: the process has no file descriptors left.
+            a wrong id, key or device; with EPROTO or EPROTONOSUPPORT if the request is malformed or has a different
+            version; with EMFILE or ENOMEM if a software device has no file descriptor or memory left. Also with EPROTO,
+            without informing the peer, if the request carried file descriptors: the socket is closed in this case.
+        :raises OSError: on an RDMA device: with EMFILE if no file descriptor is left; the peer is not informed.
         :raises ValueError: `socket` is blocking or not a Unix stream socket.
         :raises BrokenResourceError: the peer closed the connection.
         :raises RuntimeError: no asyncio event loop is running.
@@ -314,22 +325,23 @@ class SharedProtectionDomain(Resource):
 class ParentDomain(InterchangeableDomain):
     """A parent domain: ``ibv_alloc_parent_domain``. It is "completely interchangeable" with its protection domain.
 
-    Resources made on it take no locks if `td` is native. Their queues and doorbell records come from `allocator` if the
-    provider supports that. Memory registered on the protection domain can be used with the parent domain, and vice
+    Resources created on it take no locks if `td` is native. Their queues and doorbell records come from `allocator` if
+    the provider supports that. Memory registered on the protection domain can be used with the parent domain, and vice
     versa.
 
     Made by the method `parent_domain` of a protection domain or of another parent domain. The thread domain and the
     allocator of that other parent domain are not inherited.
 
     :param pd: protection domain, or domain interchangeable with one.
-    :param td: thread domain whose event loop is to own the resources made on the parent domain; None to let any thread
-        use them.
+    :param td: thread domain whose event loop is to own the resources created on the parent domain; None to let any
+        thread use them.
     :param allocator: allocator of the memory of queues; None for the provider's own.
     :param context: opaque user data, kept as the attribute `context` and passed to the allocator.
-    :param require_native: True if opening must raise an error when the provider has no parent domains or `td` is not
-        native; False to continue without native ones.
+    :param require_native: True if opening must raise `VerbsError` when the provider has no parent domains or `td` is
+        not native; False to continue without native ones.
     :raises TypeError: `pd` or `td` is of another type, or `allocator` lacks the methods of `Allocator`.
-    :raises AffinityError: on opening: the event loop of `td` is another one.
+    :raises ValueError: on opening: `td` is native and belongs to another device.
+    :raises AffinityError: on opening: another event loop owns `td`.
     :raises VerbsError: on opening: the verb failed; with EOPNOTSUPP, also if `require_native` cannot be met.
     """
 
@@ -366,6 +378,8 @@ class ParentDomain(InterchangeableDomain):
 
         :raises VerbsError: the verb failed; with EOPNOTSUPP, also if ``require_native`` cannot be met.
         :raises ClosedResourceError: the protection domain or the thread domain is not open.
+        :raises ValueError: the thread domain is native and belongs to another device.
+        :raises AffinityError: another event loop owns the thread domain.
         """
         td = self._td.handle if self._td is not None else None
         if self._require_native and self._td is not None and td is None:
@@ -415,7 +429,10 @@ class ParentDomain(InterchangeableDomain):
 
 
 def can_send_to_processes(shared: SharedProtectionDomain) -> bool:
-    """Return whether the domain was opened, so that `SharedProtectionDomain.send` can send it to other processes."""
+    """Return whether `shared` was opened, so that `SharedProtectionDomain.send` can send it to other processes.
+
+    This remains True after the object is closed.
+    """
     return shared._share is not None
 
 

@@ -50,14 +50,20 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         self._connect_task: asyncio.Task[None] | None = None  # connect task, which outlives a cancelled caller
 
     def _in_flight(self) -> int:
-        """Return the number of posted work requests, in both queues together, that have not completed."""
+        """Return the number of posted work requests, in both queues together, that have not completed.
+
+        Subclasses implement this.
+        """
         raise NotImplementedError
 
     def _on_transition(self, state: QpState) -> None:
-        """Update the work requests after a transition of the queue pair to `state`. Subclasses override this method."""
+        """Update the work requests after a transition of the queue pair to `state`. Subclasses override this."""
 
     def _breaking_error(self) -> BaseException | None:
-        """Return the error that broke the queue pair since it was last reset; None if there is none."""
+        """Return the exception that broke the queue pair since the last reset; None if there is none.
+
+        Subclasses implement this.
+        """
         raise NotImplementedError
 
     # ---- Current state
@@ -66,22 +72,26 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
     def qp_state(self) -> QpState:
         """State after the last transition that this object made, or as last returned by `query`, whichever is later.
 
+        Before the first of these, the state is RESET.
         The device moves the queue pair to ERR by itself when an error occurs; `query` returns the actual state.
         """
         return self._qp_state
 
     @property
     def remote_endpoint(self) -> Endpoint | None:
-        """Endpoint of the connected peer; None if not connected, or if connected with raw attributes."""
+        """Endpoint of the peer that the queue pair was last connected to.
+
+        None before a connection, after `to_reset`, or if the queue pair was connected with raw attributes.
+        """
         return self._remote
 
     def query(self) -> QpAttributes:
-        """Query the device for the current state and attributes of the queue pair: ``ibv_query_qp``.
+        """Query the device for the current state and attributes of the queue pair (``ibv_query_qp``).
 
         :returns: the state and attributes, as a new `QpAttributes`.
         :raises ClosedResourceError: the queue pair is not open.
         :raises AffinityError: another event loop owns the queue pair; nothing was done.
-        :raises BusyResourceError: `establish` is in progress.
+        :raises BusyResourceError: a helper thread is changing the state, as in `establish`; nothing was done.
         :raises ConcurrentAccessError: another thread is inside a verb on the same unlocked domain; nothing was done.
         :raises VerbsError: the verb failed.
         """
@@ -95,23 +105,26 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
 
         If no index was given, the first use of this property chooses one: see `QueuePair`.
 
-        :raises ValueError: an index must be chosen, and the port has no GID.
+        :raises ValueError: an index must be chosen, and the port does not exist or has no GID.
         :raises ClosedResourceError: an index must be chosen, and the queue pair is not open.
         :raises VerbsError: an index must be chosen, and the GID table cannot be queried.
+        :raises LibraryNotFoundError: an index must be chosen, the device was imported from another process, and
+            pyverbs or libibverbs is missing.
         """
         if self._gid_index is None:
             self._gid_index = gid_index(self.handle.context, self._port)
         return self._gid_index
 
     def local_endpoint(self) -> Endpoint:
-        """Return the `Endpoint` of this queue pair, to be sent to the peer. It is different after `to_reset`.
+        """Return the `Endpoint` of this queue pair, to be sent to the peer. Each `to_reset` changes the endpoint.
 
-        On soft-RoCE, if the queue pair was connected before, its ``max_dest_rd_atomic`` is at most the value that the
-        last connection used, to avoid a kernel bug.
+        On soft-RoCE, if the queue pair was connected before, the ``max_dest_rd_atomic`` of the endpoint is at most the
+        value that the last connection used, to avoid a kernel bug. The exceptions of `gid_index` are raised as well.
 
         :raises ValueError: the port has no GID, or no GID at the index that the queue pair was made with.
         :raises ClosedResourceError: the queue pair is not open.
-        :raises VerbsError: the device or the port cannot be queried.
+        :raises BusyResourceError: a helper thread is changing the state, as in `establish`.
+        :raises VerbsError: the device, the port or the GID cannot be queried.
         """
         context = self.handle.context
         port = context.query_port(self._port)
@@ -145,7 +158,8 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         :param remote: endpoint of the peer.
         :raises ValueError: no path leads to the peer (see `Endpoint.path_to`), or this queue pair's port has no GID.
         :raises ClosedResourceError: the queue pair is not open.
-        :raises VerbsError: the device or the port cannot be queried.
+        :raises BusyResourceError: a helper thread is changing the state, as in `establish`.
+        :raises VerbsError: the device, the port or the GID cannot be queried.
         """
         return self.local_endpoint().path_to(remote, port_num=self._port, sgid_index=self.gid_index)
 
@@ -164,16 +178,19 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         :param attributes: attributes such as ``timeout``, ``retry_cnt``, ``rnr_retry``, ``min_rnr_timer`` or ``av``. By
             default, ``av`` is the `path_to` the peer, and as many reads and atomics can be in flight as both devices
             support.
-        :raises TransitionError: the queue pair is in another state, or an attribute is out of range or does not apply
-            to its type.
-        :raises ValueError: the peer's type does not match, no path leads to the peer, or the queue pair is of type UD,
-            which is connectionless.
-        :raises TypeError: both `access` and ``qp_access_flags`` are given.
+        :raises TransitionError: the queue pair is neither in RESET nor in INIT, or an attribute is out of range or does
+            not apply to its type.
+        :raises ValueError: the peer's type does not match, no path leads to the peer, the port has no GID, or the queue
+            pair is of type UD, which is connectionless.
+        :raises TypeError: both `access` and ``qp_access_flags`` are given, or the value of a numeric attribute is not
+            an integer.
         :raises ClosedResourceError: the queue pair is not open.
         :raises AffinityError: another event loop owns the queue pair; nothing was done.
-        :raises BusyResourceError: `establish` is in progress.
-        :raises ConcurrentAccessError: another thread is inside a verb on the same unlocked domain.
-        :raises VerbsError: a verb failed; the queue pair stays in the last state that it reached.
+        :raises BusyResourceError: a helper thread is changing the state, as in `establish`; nothing was done.
+        :raises ConcurrentAccessError: another thread is inside a verb on the same unlocked domain; the queue pair stays
+            in the last state that it reached.
+        :raises VerbsError: a verb failed, or a receive for `QueuePair.messages` cannot be posted; the queue pair stays
+            in the last state that it reached.
         """
         for wanted, changes in self._plan_connect(remote, access, attributes):
             self._transition(wanted, changes, remote)
@@ -186,9 +203,9 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         On RDMA devices the kernel resolves the peer's address when a queue pair moves to RTR, which takes seconds if
         the peer does not answer. A helper thread calls that verb; each loop has at most 256 helper threads. While the
         verb is in progress, every other use of the queue pair raises `BusyResourceError`, except that closing it waits
-        for the verb. A cancellation is raised only after the verb has ended. Messages that arrive in the meantime are
-        received, but no receives are posted: those that wait for a slot, or whose memory was released, are posted when
-        the verb has ended.
+        for the verb. A cancellation is raised only after the verb has ended; the queue pair then stays in the last
+        state that it reached. Messages that arrive in the meantime are received, but no receives are posted: those that
+        wait for a slot, or whose memory was released, are posted when the verb has ended.
 
         :param remote: as for `connect`.
         :param access: as for `connect`.
@@ -198,10 +215,11 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         :raises TypeError: as for `connect`.
         :raises ClosedResourceError: the queue pair is not open, or was closed while it was being connected.
         :raises AffinityError: another event loop owns the queue pair; nothing was done.
-        :raises BusyResourceError: another `establish` is in progress.
+        :raises BusyResourceError: a helper thread is already changing the state; nothing was done.
         :raises ConcurrentAccessError: as for `connect`.
         :raises VerbsError: as for `connect`; with EAGAIN, if no helper thread can be started.
         :raises BrokenResourceError: the completion queue or a receive failed while the queue pair was being connected.
+        :raises RuntimeError: on an RDMA device: no asyncio event loop is running.
         """
         await self._run_plan(self._plan_connect(remote, access, attributes), remote)
 
@@ -210,7 +228,7 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
     ) -> list[tuple[QpState, QpAttrs]]:
         """Return the transitions that connect the queue pair to a peer, and the attributes of each; change nothing.
 
-        Raises the exceptions that `connect` lists, except those of ``ibv_modify_qp``.
+        This raises the exceptions that `connect` lists, except those of ``ibv_modify_qp``.
 
         :param remote: endpoint of the peer.
         :param access: operations that the peer may perform; None as for `connect`.
@@ -230,14 +248,17 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
 
         :param attributes: attributes such as ``qkey``, the key that datagrams to this queue pair must carry,
             0..2**32-1. By default, a random key is used, which the `local_endpoint` contains.
-        :raises TransitionError: the queue pair is in another state, or an attribute is out of range or does not apply
-            to UD.
+        :raises TransitionError: the queue pair is neither in RESET nor in INIT, or an attribute is out of range or does
+            not apply to UD.
         :raises ValueError: the queue pair is not of type UD.
+        :raises TypeError: the value of a numeric attribute is not an integer.
         :raises ClosedResourceError: the queue pair is not open.
         :raises AffinityError: another event loop owns the queue pair; nothing was done.
-        :raises BusyResourceError: `establish` is in progress.
-        :raises ConcurrentAccessError: another thread is inside a verb on the same unlocked domain.
-        :raises VerbsError: a verb failed; the queue pair stays in the last state that it reached.
+        :raises BusyResourceError: a helper thread is changing the state, as in `establish`; nothing was done.
+        :raises ConcurrentAccessError: another thread is inside a verb on the same unlocked domain; the queue pair stays
+            in the last state that it reached.
+        :raises VerbsError: a verb failed, or a receive for `QueuePair.messages` cannot be posted; the queue pair stays
+            in the last state that it reached.
         """
         found = self.query().qp_state
         if self.qp_type is not QpType.UD:
@@ -254,25 +275,31 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
 
         :param attributes: attributes to set, named as in `QpAttrs`.
         :raises TransitionError: the transition is not possible from the current state or with these attributes.
+        :raises TypeError: the value of a numeric attribute is not an integer.
         :raises ClosedResourceError: the queue pair is not open.
         :raises AffinityError: another event loop owns the queue pair; nothing was done.
-        :raises BusyResourceError: `establish` is in progress.
-        :raises ConcurrentAccessError: another thread is inside a verb on the same unlocked domain; nothing was done.
-        :raises VerbsError: the verb failed; nothing was changed.
+        :raises BusyResourceError: a helper thread is changing the state, as in `establish`; nothing was done.
+        :raises ConcurrentAccessError: another thread is inside a verb on the same unlocked domain; nothing was done, or
+            the queue pair is in INIT, and not all receives for `QueuePair.messages` were posted.
+        :raises VerbsError: the verb failed, and nothing was changed; or the queue pair is in INIT, but a receive for
+            `QueuePair.messages` cannot be posted.
         """
         self._transition_to(self.query().qp_state, (_INIT,), attributes)
 
     def to_rtr(self, remote: Endpoint | None = None, **attributes: Unpack[QpAttrs]) -> None:
         """Move the queue pair to RTR, in which it receives messages: ``ibv_modify_qp``.
 
+        On RDMA devices the call may block the event loop while the kernel resolves the peer's address.
+
         :param remote: endpoint of the peer; None if `attributes` contains the peer's attributes or the type is UD.
         :param attributes: attributes to set, named as in `QpAttrs`.
         :raises TransitionError: the transition is not possible from the current state or with these attributes.
-        :raises ValueError: the peer's type does not match, no path leads to the peer, or `remote` is given for a queue
-            pair of type UD.
+        :raises TypeError: the value of a numeric attribute is not an integer.
+        :raises ValueError: `remote` is given, and its type does not match, no path leads to it, the port has no GID, or
+            the queue pair is of type UD.
         :raises ClosedResourceError: the queue pair is not open.
         :raises AffinityError: another event loop owns the queue pair; nothing was done.
-        :raises BusyResourceError: `establish` is in progress.
+        :raises BusyResourceError: a helper thread is changing the state, as in `establish`; nothing was done.
         :raises ConcurrentAccessError: another thread is inside a verb on the same unlocked domain; nothing was done.
         :raises VerbsError: the verb failed; nothing was changed.
         """
@@ -285,9 +312,10 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
 
         :param attributes: attributes to set, named as in `QpAttrs`.
         :raises TransitionError: the transition is not possible from the current state or with these attributes.
+        :raises TypeError: the value of a numeric attribute is not an integer.
         :raises ClosedResourceError: the queue pair is not open.
         :raises AffinityError: another event loop owns the queue pair; nothing was done.
-        :raises BusyResourceError: `establish` is in progress.
+        :raises BusyResourceError: a helper thread is changing the state, as in `establish`; nothing was done.
         :raises ConcurrentAccessError: another thread is inside a verb on the same unlocked domain; nothing was done.
         :raises VerbsError: the verb failed; nothing was changed.
         """
@@ -296,16 +324,17 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
     def to_sqd(self, **attributes: Unpack[QpAttrs]) -> None:
         """Move the queue pair to SQD, in which sends already started finish and no new ones start: ``ibv_modify_qp``.
 
-        With ``en_sqd_async_notify``, the device raises ``EventType.SQ_DRAINED`` when all sends have finished. After
-        that, another call of this method can change attributes such as the path, timeouts, and the numbers of reads and
-        atomics in flight. `to_rts` resumes sending.
+        If ``en_sqd_async_notify`` is set, the device raises ``EventType.SQ_DRAINED`` when all sends have finished.
+        After that, a further call to this method can change attributes such as the path, timeouts, and the numbers of
+        reads and atomics in flight. `to_rts` resumes sending.
 
         :param attributes: attributes to set, named as in `QpAttrs`.
-        :raises TransitionError: the transition is not possible from the current state or with these attributes, or the
-            send queue is still draining.
+        :raises TransitionError: the transition is not possible from the current state or with these attributes, or
+            the queue pair is already in SQD and its send queue is still draining.
+        :raises TypeError: the value of a numeric attribute is not an integer.
         :raises ClosedResourceError: the queue pair is not open.
         :raises AffinityError: another event loop owns the queue pair; nothing was done.
-        :raises BusyResourceError: `establish` is in progress.
+        :raises BusyResourceError: a helper thread is changing the state, as in `establish`; nothing was done.
         :raises ConcurrentAccessError: another thread is inside a verb on the same unlocked domain; nothing was done.
         :raises VerbsError: the verb failed; nothing was changed.
         """
@@ -315,12 +344,13 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
     def to_error(self) -> None:
         """Move the queue pair to ERR: ``ibv_modify_qp``.
 
-        In ERR, all work requests that are in flight or posted later are flushed: they complete with an error.
+        All work requests in flight are flushed: awaiting them raises `WorkCompletionError`. In ERR, the methods that
+        post requests raise `BrokenResourceError`.
 
         :raises TransitionError: the queue pair is in RESET, where there is nothing to flush.
         :raises ClosedResourceError: the queue pair is not open.
         :raises AffinityError: another event loop owns the queue pair; nothing was done.
-        :raises BusyResourceError: `establish` is in progress.
+        :raises BusyResourceError: a helper thread is changing the state, as in `establish`; nothing was done.
         :raises ConcurrentAccessError: another thread is inside a verb on the same unlocked domain; nothing was done.
         :raises VerbsError: the verb failed; nothing was changed.
         """
@@ -331,8 +361,8 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
 
         The next connection starts with a new random sequence number (PSN), which `local_endpoint` contains.
 
-        :raises BusyResourceError: work requests are in flight, which would never complete, or `establish` is in
-            progress.
+        :raises BusyResourceError: work requests are in flight, which would never complete, or a helper thread is
+            changing the state, as in `establish`; nothing was done.
         :raises ClosedResourceError: the queue pair is not open.
         :raises AffinityError: another event loop owns the queue pair; nothing was done.
         :raises ConcurrentAccessError: another thread is inside a verb on the same unlocked domain; nothing was done.
@@ -365,7 +395,7 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
             )
 
     def _defaults(self, limits: Limits, remote: Endpoint | None) -> QpAttrs:
-        """Return the default values of attributes, for all transitions; the caller picks those that it needs.
+        """Return a `QpAttrs` with default values for all transitions; the caller picks those that it needs.
 
         :param limits: limits of the device port and of this queue pair.
         :param remote: endpoint of the peer that the queue pair is about to connect to or is connected to; None if there
@@ -425,7 +455,7 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         :param draining: whether the send queue is in SQD and still has requests in flight.
         :returns: pairs of a state to move to and its attributes, in order.
         :raises TransitionError: a transition is not possible, or an attribute is missing, unexpected or out of range.
-        :raises ValueError: the peer's type does not match, or no path leads to the peer.
+        :raises ValueError: the peer's type does not match, no path leads to the peer, or the port has no GID.
         :raises TypeError: the value of a numeric attribute is not an integer.
         :raises ClosedResourceError: the queue pair is not open.
         :raises VerbsError: the device or the port cannot be queried.
@@ -449,7 +479,7 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
             raise
 
     async def _run_plan(self, plan: Iterable[tuple[QpState, QpAttrs]], remote: Endpoint | None = None) -> None:
-        """Make planned transitions without blocking the event loop. Raises the exceptions that `establish` lists.
+        """Make planned transitions without blocking the event loop, with the exceptions that `establish` lists.
 
         :param plan: pairs of a state to move to and its attributes, as returned by `_plan`.
         :param remote: endpoint of the peer to connect to, as passed to `_plan`.
@@ -464,7 +494,7 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         """Make planned transitions as `_run_plan` does, but raise a cancellation immediately.
 
         If a helper thread is inside a verb when the cancellation is raised, that verb ends later, and
-        `is_modify_pending` returns True until it has ended. Raises the exceptions that `establish` lists.
+        `is_modify_pending` returns True until it has ended. This raises the exceptions that `establish` lists.
         """
         if not neighbour_lookup.may_block(self.handle.context):
             await self._run_plan(plan, remote)
@@ -485,7 +515,8 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         :param changes: attributes of the transition.
         :param remote: endpoint of the peer, which becomes the `remote_endpoint` on a transition to RTR; None if the
             queue pair is connected with raw attributes.
-        :raises VerbsError: the verb failed; the state is unchanged.
+        :raises VerbsError: the verb failed, and the state is unchanged; or the state is now INIT, but a receive for
+            `QueuePair.messages` cannot be posted.
         :raises ClosedResourceError: the queue pair is not open.
         :raises AffinityError: another event loop owns the queue pair; nothing was done.
         :raises BusyResourceError: another thread is changing the state of the queue pair; nothing was done.
@@ -526,7 +557,10 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
             raise BrokenResourceError(f"{self!r} failed while connecting: {broken}") from broken
 
     def _transition_done(self, wanted: QpState, changes: QpAttrs, remote: Endpoint | None) -> None:
-        """Record the new state after a successful transition, and the attributes that later calls need."""
+        """Record the new state after a successful transition, and the attributes that later calls need.
+
+        This raises the exceptions of `_on_transition`.
+        """
         self._qp_state = wanted
         self._on_transition(wanted)
         self._psn = changes.get("sq_psn", self._psn)
@@ -547,8 +581,8 @@ async def establish_cancellable(qp: Connectable, remote: Endpoint, attributes: Q
     """Connect a queue pair as `Connectable.establish` does, but raise a cancellation immediately.
 
     This is for callers with a deadline. If a helper thread is inside a verb when the cancellation is raised, that verb
-    ends later, and `is_modify_pending` returns True for the queue pair until it has ended. Raises the exceptions that
-    `Connectable.establish` lists.
+    ends later, and `is_modify_pending` returns True for the queue pair until it has ended. This raises the exceptions
+    that `Connectable.establish` lists.
     """
     await qp._run_plan_cancellable(qp._plan_connect(remote, None, attributes), remote)
 
@@ -557,7 +591,7 @@ async def move_cancellable(qp: Connectable, state: QpState, attributes: QpAttrs)
     """Move a queue pair to another state without blocking the event loop; raise a cancellation immediately.
 
     If a helper thread is inside a verb when the cancellation is raised, that verb ends later, as for
-    `establish_cancellable`. Raises the exceptions that `Connectable.establish` lists.
+    `establish_cancellable`. Other exceptions are those that `Connectable.establish` lists.
 
     :param qp: queue pair.
     :param state: state to move to, by one transition from the current state.
@@ -570,13 +604,13 @@ async def move_cancellable(qp: Connectable, state: QpState, attributes: QpAttrs)
 def is_modify_pending(qp: Connectable) -> bool:
     """Return whether a helper thread may still be inside a verb on a queue pair after a cancelled call.
 
-    The calls are those of `establish_cancellable` and `move_cancellable`. How long the verb takes is unknown.
+    This concerns calls to `establish_cancellable` and `move_cancellable`. How long the verb takes is unknown.
     """
     return qp._connect_task is not None and not qp._connect_task.done()
 
 
 def limits_for(qp: Connectable, port: int) -> Limits:
-    """Return the `Limits` of a device port, lowered on soft-RoCE if an earlier connection of a queue pair requires it.
+    """Return the `Limits` of device port `port`, lowered on soft-RoCE if an earlier connection of `qp` requires that.
 
     :raises ClosedResourceError: the queue pair is not open.
     :raises VerbsError: the device or the port cannot be queried.

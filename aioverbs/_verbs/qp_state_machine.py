@@ -250,7 +250,7 @@ def transition(
     :returns: `attributes` together with the defaults of the required attributes that it lacks.
     :raises TransitionError: there is no such transition, or an attribute is missing, unexpected or out of range, or
         attributes are to be changed in SQD although `draining` is True.
-    :raises ValueError: there is no transition table for the type.
+    :raises ValueError: there is no transition table for the type, or ``cur_qp_state`` is not a `QpState`.
     :raises TypeError: the value of a numeric attribute is not an integer.
     """
     required, optional = transition_rule(qp_type, state, wanted)
@@ -288,7 +288,7 @@ def plan(
     :returns: pairs of a state to move to and its attributes, in order.
     :raises TransitionError: as for `transition`; an attribute that no transition accepts is reported as unexpected in
         the last one.
-    :raises ValueError: there is no transition table for the type.
+    :raises ValueError: as for `transition`.
     :raises TypeError: the value of a numeric attribute is not an integer.
     """
     remaining = tuple(states)
@@ -330,7 +330,7 @@ def _ranges(limits: Limits) -> dict[str, tuple[int, int]]:
 
 
 def _path_ranges(limits: Limits) -> dict[str, tuple[int, int]]:
-    """Return a dictionary from the name of each numeric field of a path to its lowest and highest valid values."""
+    """Return a dictionary from each numeric field of an address vector to its lowest and highest valid values."""
     return {
         "port_num": (1, limits.ports),
         "sgid_index": (0, limits.gids - 1),
@@ -345,11 +345,12 @@ def _path_ranges(limits: Limits) -> dict[str, tuple[int, int]]:
 
 
 def _invalid_values(attributes: Mapping[str, object], state: QpState, limits: Limits) -> Iterable[tuple[str, str]]:
-    """Yield a pair of the name and the reason for each attribute with an invalid value.
+    """Yield, for each attribute with an invalid value, a pair of its name and a text that says which values are valid.
 
-    A field of the path is named ``av.NAME``.
+    Fields of the address vector are named ``av.NAME``.
 
     :raises TypeError: the value of a numeric attribute is not an integer.
+    :raises ValueError: ``cur_qp_state`` is not a `QpState`.
     """
     for name, ends in _ranges(limits).items():
         if name in attributes:
@@ -371,7 +372,7 @@ def _invalid_values(attributes: Mapping[str, object], state: QpState, limits: Li
 
 
 def _check_range(name: str, value: object, ends: tuple[int, int]) -> Iterable[tuple[str, str]]:
-    """Yield a pair of the name and the reason if a value is out of range; otherwise yield nothing.
+    """Yield a pair of `name` and a text that gives the range if `value` is out of the range `ends`, else nothing.
 
     :raises TypeError: the value is not an integer.
     """

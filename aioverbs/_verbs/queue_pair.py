@@ -75,7 +75,7 @@ class WorkQueueStatistics:
     :param posted: number of requests posted so far.
     :param completed: number of requests completed so far, successfully or not.
     :param bytes: total size of the posted requests, in bytes.
-    :param doorbells: number of calls of the posting verb; one call posts one or more requests.
+    :param doorbells: number of calls to the posting verb; one call posts one or more requests.
     :param failed: pairs of an unsuccessful completion status and the number of requests that ended with this status.
     """
 
@@ -91,7 +91,7 @@ class WorkQueueStatistics:
 
     @classmethod
     def of(cls, queue: WorkQueue | None) -> "WorkQueueStatistics":
-        """Return the current statistics of a send queue or a receive queue.
+        """Return the current `WorkQueueStatistics` of a send queue or a receive queue.
 
         :param queue: the queue; None to return zeros.
         """
@@ -149,11 +149,14 @@ class QueuePair(Connectable, QueuePairVerbs):
     :param receive_depth: number of receives that the queue pair keeps posted for `messages`; 0 to keep none posted.
     :param receive_size: size of each of these receives, in bytes; a message must not be larger.
     :raises ValueError: the message model of a completion queue differs from that of the resource domain; or only one of
-        `receive_depth` and `receive_size` is given, or both are given for a queue pair without a receive queue of its
-        own. On opening: the device does not support the capabilities, the completion queues lack room for the requests,
-        or the port or GID index does not exist.
-    :raises AffinityError: on opening: another event loop owns the domain or a queue.
-    :raises VerbsError: on opening: the verb failed.
+        `receive_depth` and `receive_size` is given, or one is negative, or both are given for a queue pair without a
+        receive queue of its own. On opening: the device does not support the capabilities, the completion queues lack
+        room for the requests, the port or GID index does not exist, or the domain and the queues belong to different
+        devices or owners.
+    :raises AffinityError: on opening: another event loop owns the domain and the queues.
+    :raises RuntimeError: on opening with `receive_depth`: no asyncio event loop is running.
+    :raises OSError: on opening with `receive_depth`: the process cannot map that much memory.
+    :raises VerbsError: on opening: the verb failed, or the memory of the receives cannot be registered.
     """
 
     def __init__(
@@ -252,6 +255,9 @@ class QueuePair(Connectable, QueuePairVerbs):
 
         :raises VerbsError: the verb failed.
         :raises ClosedResourceError: a resource that the queue pair is made from is not open.
+        :raises ValueError: these resources belong to different devices or owners.
+        :raises AffinityError: another event loop owns these resources.
+        :raises ConcurrentAccessError: another thread is inside a verb on the same unlocked domain.
         """
         try:
             return self._make_handle(wanted)
@@ -263,10 +269,9 @@ class QueuePair(Connectable, QueuePairVerbs):
             raise VerbsError(error.verb, error.errno, advice) from error
 
     def _make_handle(self, wanted: QpCapabilities) -> handles.QueuePair:
-        """Create the queue pair and return its handle: ``ibv_create_qp`` or ``ibv_create_qp_ex``.
+        """Create the queue pair (``ibv_create_qp`` or ``ibv_create_qp_ex``) and return its handle.
 
-        :raises VerbsError: the verb failed.
-        :raises ClosedResourceError: a resource that the queue pair is made from is not open.
+        This raises the exceptions of `_make`.
         """
         return handles.QueuePair(
             self._queue_location.pd if self._queue_location is not None else None,
@@ -285,8 +290,11 @@ class QueuePair(Connectable, QueuePairVerbs):
         :param handle: handle of the queue pair.
         :param wanted: capabilities that the queue pair was created with.
         :param flusher: object that will end the work requests when the queue pair is closed.
-        :returns: the state of the work requests.
-        :raises VerbsError: memory for `receive_depth` receives cannot be registered, or the port cannot be queried.
+        :returns: the `QpWorkState`, which is the state of the work requests.
+        :raises VerbsError: memory for ``receive_depth`` receives cannot be registered, or the port cannot be queried.
+        :raises OSError: the memory for these receives cannot be mapped.
+        :raises RuntimeError: ``receive_depth`` is not 0, and no asyncio event loop is running.
+        :raises ValueError: the port number is not in 0..255.
         """
         lifecycle, location = self._lifecycle, self._queue_location
         work = QpWorkState(
@@ -324,6 +332,7 @@ class QueuePair(Connectable, QueuePairVerbs):
         """Queue pair number, 0..2**24-1.
 
         :raises ClosedResourceError: the queue pair is not open.
+        :raises BusyResourceError: a helper thread is changing the state, as in `establish`.
         """
         return self.handle.qp_num
 
@@ -367,14 +376,17 @@ class QueuePair(Connectable, QueuePairVerbs):
     def messages(self) -> AsyncIterator[Message]:
         """Return an asynchronous iterator over arriving messages in order, to be used by one task at a time.
 
-        The iteration ends when the queue pair is closed. The queue pair keeps `receive_depth` receives posted. Release
-        each message after reading it, so that its memory is posted again. If a message arrives while no receive is
-        posted, the sender is told to retry later (RNR NAK).
+        The iteration ends when the queue pair is closed. If an exception has ended it, another iteration can begin
+        after `to_reset`. The queue pair keeps ``receive_depth`` receives posted, the number that it was made with.
+        Release each message after reading it, so that its memory is posted again. If a message arrives while no
+        receive is posted, the sender is told to retry later (RNR NAK).
 
         :returns: an iterator that yields a `Message` each time; every call returns the same iterator.
-        :raises ValueError: the queue pair was made without `receive_depth`, or was never opened.
+        :raises ValueError: the queue pair was made without ``receive_depth``, or was never opened.
         :raises RuntimeError: during iteration: another task is waiting for the next message.
         :raises AffinityError: during iteration: another event loop owns the queue pair.
+        :raises ConcurrentAccessError: during iteration: another thread is inside a verb on the same unlocked domain;
+            the iteration can continue.
         :raises WorkCompletionError: during iteration: a receive failed; this ends the iteration.
         :raises BrokenResourceError: during iteration: the queue pair is broken and accepts no more receives; this ends
             the iteration.
@@ -429,7 +441,7 @@ class QueuePair(Connectable, QueuePairVerbs):
         *,
         fence: bool = False,
     ) -> Operation[RemoteRegion]:
-        """Bind a memory window as `bind_window` does, but raise an error instead of waiting if the send queue is full.
+        """Bind a memory window as `bind_window` does, but never wait for a free slot in the send queue.
 
         Other exceptions are those of `bind_window`.
 
@@ -454,13 +466,14 @@ def _scratch(lifecycle: Lifecycle, location: QueueLocation | None, size: int) ->
     The device writes the old values of atomics and the routes (GRH) of datagrams to this memory.
 
     :raises VerbsError: the memory cannot be registered.
+    :raises OSError: the memory cannot be mapped.
     """
     assert location is not None
     return register_queue_memory(lifecycle, location.base, size)
 
 
 def qp_work_state_of(qp: QueuePair) -> QpWorkState | None:
-    """Return the state of the work requests of a queue pair; None if the queue pair was never opened."""
+    """Return the `QpWorkState` of a queue pair; None if the queue pair was never opened."""
     return qp._work
 
 
@@ -478,7 +491,7 @@ class _Flusher:
         self._poll_recv_cq: Callable[[], None] | None = None
 
     def begin(self, handle: handles.QueuePair, work: QpWorkState) -> None:
-        """Set the queue pair whose work requests are to be ended. Called once, when it has been created."""
+        """Set the queue pair whose work requests are to be ended. Call once, when the queue pair has been created."""
         self._handle, self._work = handle, work
 
     def use_srq(self, leave_srq: Callable[[], None], poll_recv_cq: Callable[[], None]) -> None:
@@ -490,10 +503,14 @@ class _Flusher:
         self._leave_srq, self._poll_recv_cq = leave_srq, poll_recv_cq
 
     async def flush(self) -> None:
-        """Move the queue pair to ERR and wait until all work requests in flight have completed with an error.
+        """If work requests are in flight, move the queue pair to ERR and wait until all of them have completed.
 
         Requests that are still waiting for a slot are not posted. Wait for at most 10 s; a cancellation does not
-        shorten this. If requests are left after that, log a warning; `destroy` abandons them.
+        shorten this. If requests are left after that, log a warning; `destroy` abandons them. Do not wait if the verb
+        fails or if no event loop dispatches the completions. A queue pair with a shared receive queue is moved to ERR
+        in any case, and its completion queue is polled.
+
+        :raises RuntimeError: there is something to wait for, and no asyncio event loop is running.
         """
         handle, work = self._handle, self._work
         assert handle is not None
@@ -522,6 +539,8 @@ class _Flusher:
 
         The queue pair cannot be destroyed before that. The change always ends, so a cancellation is raised only after
         it has ended.
+
+        :raises RuntimeError: such a change is in progress, and no asyncio event loop is running.
         """
         if work.end_modification():
             return
@@ -536,7 +555,10 @@ class _Flusher:
             raise cancelled
 
     async def _to_error(self) -> bool:
-        """Move the queue pair to ERR. Return whether that succeeded; no error is raised if the verb fails."""
+        """Move the queue pair to ERR and return True.
+
+        If the verb fails, or if another thread is inside the domain in each of 1,000 attempts, return False.
+        """
         handle = self._handle
         assert handle is not None
         try:
@@ -548,7 +570,8 @@ class _Flusher:
         """Abandon the work requests that are left, after the queue pair has been destroyed.
 
         The device may access their memory until the queue pair is destroyed, so the requests are kept until this call.
-        Operations that are still awaited raise `BrokenResourceError`.
+        Operations that are still awaited raise `BrokenResourceError`. The iteration over `QueuePair.messages` ends, and
+        the queue pair is unregistered from its shared receive queue.
         """
         if self._work is not None:
             self._work.abandon(BrokenResourceError(f"{self._handle!r} was closed before this request completed"))

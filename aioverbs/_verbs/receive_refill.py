@@ -42,6 +42,7 @@ class Refiller:
     :param depth: number of receives to keep posted.
     :param size: size of each receive, in bytes.
     :raises VerbsError: the memory cannot be registered.
+    :raises OSError: the memory cannot be mapped.
     :raises RuntimeError: no asyncio event loop is running.
     """
 
@@ -65,8 +66,9 @@ class Refiller:
     def fill(self) -> None:
         """Post receives into all memory that is free; memory that cannot be posted stays free.
 
-        If the queue pair is closed, broken, or in a state in which it accepts no receives, return without an error. If
-        another thread is changing the state of the queue pair, schedule another call for when the change has ended.
+        If the queue pair is closed, broken, or in a state in which it accepts no receives, return without an exception;
+        a broken queue pair also ends the iteration over the messages. If another thread is changing the state of the
+        queue pair, schedule another call for when the change has ended.
 
         :raises AffinityError: another event loop owns the queue pair.
         :raises ConcurrentAccessError: another thread is inside a verb on the same unlocked domain.
@@ -98,7 +100,8 @@ class Refiller:
     def _release(self, local: RegionSlice) -> None:
         """Post the memory of a released message again.
 
-        If this fails, raises the exceptions that `fill` raises; the message can then be released once more.
+        If this memory cannot be posted, the exceptions of `fill` are raised, and the message can be released once more.
+        If only other free memory cannot be posted, no exception is raised, and another attempt is scheduled.
         """
         self._free.append(local)
         try:
@@ -129,6 +132,8 @@ class Refiller:
 
     def _fill_or_retry(self) -> None:
         """Call `fill` on the loop that opened the queue pair; retry later if another thread is inside a verb.
+
+        Do nothing if another loop has taken over the queue pair.
 
         :raises VerbsError: a receive cannot be posted.
         """

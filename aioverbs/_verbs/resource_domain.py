@@ -41,9 +41,10 @@ class ResourceDomain(InterchangeableDomain):
     :param message_model: how awaits on the completion queues of the domain wait.
     :param allocator: allocator of the memory of queues; None for the provider's own.
     :param context: opaque user data, passed to the allocator.
-    :param require_native: True if opening must raise an error when the provider cannot drop its locks; False to
+    :param require_native: True if opening must raise `VerbsError` when the provider cannot drop its locks; False to
         continue with the locks in this case.
     :raises TypeError: `pd` is of another type, or `allocator` lacks the methods of `Allocator`.
+    :raises ValueError: on opening: `pd` belongs to another device than the native thread domain.
     :raises RuntimeError: on opening with the thread model SINGLE: no asyncio event loop is running.
     :raises VerbsError: on opening: a verb failed; with EOPNOTSUPP or ENOSPC, also if `require_native` cannot be met.
     """
@@ -78,7 +79,7 @@ class ResourceDomain(InterchangeableDomain):
         self.context = context
 
     def _owner(self) -> Affinity | None:
-        """Return a new owner, as the thread model SINGLE or UNSAFE requires; None for SAFE, which needs none.
+        """Return a new owner, an `Affinity`, for the thread models SINGLE and UNSAFE; None for SAFE, which needs none.
 
         :raises RuntimeError: the thread model is SINGLE, and no asyncio event loop is running.
         """
@@ -90,6 +91,7 @@ class ResourceDomain(InterchangeableDomain):
         With the thread model SAFE, there is no thread domain.
 
         :raises VerbsError: a verb failed, or ``require_native`` cannot be met.
+        :raises ValueError: the given protection domain belongs to another device than the native thread domain.
         :raises ClosedResourceError: the given protection domain is not open.
         """
         owner = self._lifecycle.owner
@@ -123,7 +125,7 @@ class ResourceDomain(InterchangeableDomain):
 
     @property
     def parent(self) -> ParentDomain:
-        """Parent domain on which the resources of this domain are made. It is closed together with this domain.
+        """Parent domain on which the resources of this domain are created. It is closed together with this domain.
 
         :raises ClosedResourceError: the domain is not open.
         """
@@ -136,7 +138,7 @@ class ResourceDomain(InterchangeableDomain):
 
     @property
     def native(self) -> bool:
-        """Whether the domain is open and the provider takes no locks for resources that are made on it."""
+        """Whether the domain is open and the provider takes no locks for resources that are created on it."""
         return self._td is not None and self._td.native and self._parent is not None and self._parent.native
 
     @overload
@@ -150,14 +152,14 @@ class ResourceDomain(InterchangeableDomain):
         its own. The function runs with the caller's context variables. If the domain has no owner, or the caller is on
         the owner's loop, the function is called directly. If the caller is cancelled, the function is cancelled once,
         and the caller still waits until the function has ended. Then the cancellation is raised, or the exception that
-        the function raised because of it. Exceptions raised by the function are raised here.
+        the function raised because of it. Other exceptions that the function raises propagate unchanged.
 
         :param function: function or coroutine function to call.
         :param args: positional arguments of the function.
         :param kwargs: keyword arguments of the function.
         :returns: the result of the function.
         :raises AffinityError: the owner's loop is closed or its thread has ended.
-        :raises RuntimeError: no asyncio event loop is running.
+        :raises RuntimeError: the domain belongs to an event loop, and no asyncio event loop is running here.
         :raises ForkedProcessError: the owner belongs to the parent process of a fork.
         :raises BrokenResourceError: the owner's loop cancelled the function, for example because the loop ended; or the
             function ended that loop with SystemExit or KeyboardInterrupt.

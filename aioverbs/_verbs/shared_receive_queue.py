@@ -69,10 +69,11 @@ class SharedReceiveQueue(AsyncEventSource[handles.SharedReceiveQueue], ReceiveVe
     :param xrc_domain: XRC domain whose queue pairs use the queue; requires `cq`. None for an ordinary queue.
     :param cq: completion queue of the receives of an XRC queue; None for an ordinary queue.
     :raises ValueError: only one of `xrc_domain` and `cq` is given, or the message model of `cq` differs from that of
-        the resource domain; on opening: the device does not support the sizes, or `cq` lacks room for `max_wr`
-        completions.
-    :raises AffinityError: on opening: another event loop owns the domain or `cq`.
-    :raises VerbsError: on opening: the verb failed.
+        the resource domain; on opening: the device does not support the sizes, `cq` lacks room for `max_wr`
+        completions, or the domain, `xrc_domain` and `cq` belong to different devices or owners.
+    :raises OverflowError: on opening: `limit` is not in 0..2**32-1.
+    :raises AffinityError: on opening: another event loop owns the domain and `cq`.
+    :raises VerbsError: on opening: the verb failed; with EINVAL, also if `limit` exceeds the size of the queue.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class SharedReceiveQueue(AsyncEventSource[handles.SharedReceiveQueue], ReceiveVe
         """Register a queue pair that takes its receives from this queue.
 
         :param cq: completion queue in which the receives of the queue pair complete.
-        :param requests: state of the work requests of the queue pair.
+        :param requests: `QpWorkState` of the queue pair.
         :returns: a function that unregisters the queue pair.
         :raises ValueError: the completion queue does not have room for the completions of all receives of this queue.
         :raises ClosedResourceError: this queue or the completion queue is not open.
@@ -177,7 +178,8 @@ class SharedReceiveQueue(AsyncEventSource[handles.SharedReceiveQueue], ReceiveVe
 
         Inside the block, the queue is kept filled with buffers of the pool: it is filled when the block is entered, and
         again whenever the device reports that fewer than `low` receives are left (``EventType.SRQ_LIMIT_REACHED``).
-        Releasing a message returns its buffer to the pool. Only one task may iterate at a time.
+        Entering the block waits until the queue is full, and so until the pool has had enough free buffers. Releasing a
+        message returns its buffer to the pool. Only one task may iterate at a time.
 
         After the block, receives that are still posted remain posted until the queue is closed. Messages that arrive in
         them are dropped, as are messages that the iterator had not yielded yet. The pool may be closed before the
@@ -190,13 +192,19 @@ class SharedReceiveQueue(AsyncEventSource[handles.SharedReceiveQueue], ReceiveVe
         :returns: the context manager, which can be entered once.
         :raises AffinityError: on entering or leaving, or during iteration: another event loop owns the queue or has
             entered the block; nothing was done.
-        :raises ValueError: on entering: `low` is not in 1..depth-1.
+        :raises ValueError: on entering: `low` is not in 1..depth-1, or the depth is 1. On entering or during iteration:
+            the buffers are registered without ``LOCAL_WRITE``, or on another protection domain.
         :raises RuntimeError: on entering: the context manager was entered before, or no asyncio event loop is running;
             during iteration: another task is waiting for the next message.
         :raises ClosedResourceError: on entering: the queue or the pool is not open; during iteration: the pool was
             closed.
-        :raises ConcurrentAccessError: on entering: another thread is inside a verb on the same unlocked domain.
-        :raises VerbsError: on entering or during iteration: a receive cannot be posted.
+        :raises ConcurrentAccessError: on entering or during iteration: another thread is inside a verb on the same
+            unlocked domain. An iteration can then continue.
+        :raises VerbsError: on entering or during iteration: a receive cannot be posted, or the pool cannot grow.
+        :raises MemoryError: on entering or during iteration: the allocator of the pool has no memory.
+        :raises OSError: on entering or during iteration: the memory of the pool cannot be mapped, or the process has no
+            file descriptors left.
+        :raises BrokenResourceError: on entering or during iteration: the completion queues of the receives have failed.
         :raises WorkCompletionError: during iteration: a receive failed; this ends the iteration.
         """
         name = f"messages of {self!r}"
@@ -204,7 +212,10 @@ class SharedReceiveQueue(AsyncEventSource[handles.SharedReceiveQueue], ReceiveVe
 
     @contextlib.asynccontextmanager
     async def _messages(self, pool: BufferPool, low: int | None) -> AsyncIterator[AsyncIterator[Message]]:
-        """Return the async context manager that `messages` describes, for the running event loop."""
+        """Return the async context manager that `messages` describes, for the running event loop.
+
+        Entering, leaving and iterating raise the exceptions that `messages` lists.
+        """
         low = max(self.depth // 2, 1) if low is None else low
         if not 1 <= low < self.depth:
             raise ValueError(f"`low` must be 1 to {self.depth - 1} for {self.depth} receives, got {low}")
@@ -236,7 +247,7 @@ class SharedReceiveQueue(AsyncEventSource[handles.SharedReceiveQueue], ReceiveVe
     ) -> None:
         """Refill the queue whenever the event SRQ_LIMIT_REACHED arrives, until the queue is closed.
 
-        An error is not raised here, but ends the iteration over the messages, which raises it.
+        An exception is not raised here, but ends the iteration over the messages, which raises it.
 
         :param events: iterator over the events of this queue; it is closed at the end.
         :param pool: pool of the buffers to receive into.
@@ -259,7 +270,8 @@ class SharedReceiveQueue(AsyncEventSource[handles.SharedReceiveQueue], ReceiveVe
     async def _fill(self, pool: BufferPool, inbox: Inbox, posted: "_PostedBuffers", low: int) -> None:
         """Post buffers from the pool until the queue is full, then arm the limit `low`.
 
-        If the pool has no free buffer, wait for one. The parameters are those of `_keep_filled`.
+        If the pool has no free buffer, wait for one. The parameters are those of `_keep_filled`. This also raises the
+        exceptions of `BufferPool.lease`, and those of `receive`, for example for unsuitable memory.
 
         :raises ClosedResourceError: the queue or the pool is not open.
         :raises AffinityError: another event loop owns the queue.
@@ -287,15 +299,17 @@ class SharedReceiveQueue(AsyncEventSource[handles.SharedReceiveQueue], ReceiveVe
 
     @property
     def number(self) -> int:
-        """Number of the shared receive queue, to which XRC peers send, 0..2**24-1: ``ibv_get_srq_num``.
+        """Number of the shared receive queue (``ibv_get_srq_num``), to which XRC peers send, 0..2**24-1.
 
         :raises VerbsError: with EINVAL if the queue is not for XRC.
         :raises ClosedResourceError: the queue is not open.
+        :raises AffinityError: another event loop owns the queue.
+        :raises ConcurrentAccessError: another thread is inside a verb on the same unlocked domain.
         """
         return self.handle.number
 
     def query(self) -> SrqAttributes:
-        """Query the sizes and the current limit of the queue, and return them as `SrqAttributes`: ``ibv_query_srq``.
+        """Query the sizes and current limit of the queue (``ibv_query_srq``), and return them as an `SrqAttributes`.
 
         :raises VerbsError: the verb failed.
         :raises ClosedResourceError: the queue is not open.
@@ -305,7 +319,10 @@ class SharedReceiveQueue(AsyncEventSource[handles.SharedReceiveQueue], ReceiveVe
         return self.handle.query()
 
     def statistics(self) -> SharedReceiveQueueStatistics:
-        """Return the `SharedReceiveQueueStatistics`: current depth, and lifetime counters; 0 if never opened."""
+        """Return the `SharedReceiveQueueStatistics`: current depth, and lifetime counters.
+
+        If the queue was never opened, the depth is the requested one, and the counters are 0.
+        """
         work = self._work
         counts = (work.in_flight, work.queued, work.posted, work.completed) if work is not None else (0,) * 4
         return SharedReceiveQueueStatistics(len(self._lifecycle.children), self.depth, *counts)

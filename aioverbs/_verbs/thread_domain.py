@@ -38,7 +38,7 @@ class ThreadDomainBudget:
         self._lock = threading.Lock()
 
     def take(self) -> bool:
-        """Take one native thread domain from the budget; return False and do nothing if the limit is reached."""
+        """Take one native thread domain from the budget and return True; if the limit is reached, only return False."""
         with self._lock:
             if self.limit is not None and self.used >= self.limit:
                 return False
@@ -65,8 +65,9 @@ class ThreadDomainBudget:
 
 
 class ThreadDomain(Resource):
-    """A thread domain: ``ibv_alloc_td``, owned by the running event loop and its thread. Made by
-    `Device.thread_domain`.
+    """A thread domain (``ibv_alloc_td``), owned by the event loop that opens it and by that loop's thread.
+
+    Made by `Device.thread_domain`.
 
     "Any objects created under this thread domain will disable internal locking": only the thread of the event loop that
     opens the thread domain may use these objects, and every call checks this. If the provider has no thread domains
@@ -93,7 +94,7 @@ class ThreadDomain(Resource):
         self._handle: core.ThreadDomain | None = None
 
     def _owner(self) -> Affinity | None:
-        """Return the owner given to the constructor, or else the running event loop with its thread.
+        """Return the `Affinity` given to the constructor, or else a new one for the running event loop and its thread.
 
         :raises RuntimeError: no owner was given, and no asyncio event loop is running.
         """
@@ -124,13 +125,13 @@ class ThreadDomain(Resource):
             self._lifecycle.hold(self._handle)
 
     def _degrade(self, reason: str) -> None:
-        """Log a warning, once per device, that thread domains are not native from now on, with the reason."""
+        """Log a warning, at most once per device, that thread domains are no longer native because of `reason`."""
         message = "%s: thread domains are not native from here on, and the provider uses locks: %s"
         self._budget.warn_once("td", message, self._context.name, reason)
 
     @property
     def native(self) -> bool:
-        """Whether the domain is open and the provider takes no locks for resources that are made on it."""
+        """Whether the domain is open and the provider takes no locks for resources that are created on it."""
         return self._handle is not None and self.state is ResourceState.OPEN
 
     @property

@@ -15,9 +15,9 @@ __all__ = ["XrcDomain"]
 class XrcDomain(HandleResource[handles.XrcDomain]):
     """An XRC domain: ``ibv_open_xrcd``. Any event loop may use it. Made by `Device.xrc_domain`.
 
-    An inode identifies at most one domain, no matter which process opens it, and whether by name or with an inherited
-    descriptor. The domain is destroyed when the last process closes it or ends. Receives of a shared receive queue
-    are processed by the process that made the queue.
+    An inode identifies at most one domain, no matter which process opens the inode, or whether it does so by name or
+    through an inherited descriptor. The domain is destroyed when the last process closes it or ends. Receives of a
+    shared receive queue are processed by the process that made the queue.
 
     On the software device, this holds among processes with the same AIOVERBS_SOFT_DIRECTORY, and a forked child counts
     as a user only of the domains that it opens itself. If that directory cannot be created or is not trusted, for
@@ -29,7 +29,9 @@ class XrcDomain(HandleResource[handles.XrcDomain]):
         domain; -1 for a domain without an inode, which no other process can open.
     :param oflag: ``os.O_CREAT``: create the domain if it does not exist; with ``os.O_EXCL``, opening fails if it
         exists. Without ``os.O_CREAT``, opening fails if it does not exist.
-    :raises VerbsError: on opening: the verb failed.
+    :raises VerbsError: on opening: with EINVAL if the domain exists and ``os.O_EXCL`` was given; with EAGAIN if it does
+        not exist and ``os.O_CREAT`` was not given; with EBADF if `fd` is not an open file; with EOPNOTSUPP if the
+        provider has no XRC domains; or the verb failed for another reason.
     """
 
     def __init__(self, device: Resource, context: handles.Context, fd: int = -1, oflag: int = os.O_CREAT) -> None:
@@ -50,7 +52,8 @@ class XrcDomain(HandleResource[handles.XrcDomain]):
         :param port: number of the device port to respond from.
         :param gid_index: index of the port's GID to respond from; None to have one chosen as described in `QueuePair`.
         :raises ClosedResourceError: on opening: the domain is not open.
-        :raises VerbsError: on opening: the verb failed.
+        :raises ValueError: on opening: `port` is not in 0..255. `gid_index` is checked only when it is used.
+        :raises VerbsError: on opening: the verb failed, for example because the device has no such port.
         """
         return QueuePair(self, None, None, qp_type=QpType.XRC_RECV, xrc_domain=self, port=port, gid_index=gid_index)
 
@@ -63,6 +66,7 @@ class XrcDomain(HandleResource[handles.XrcDomain]):
         :raises BusyResourceError: a queue pair or shared receive queue on this domain is still open, so that the verb
             would fail; nothing was done.
         :raises VerbsError: the verb failed; the domain is still open and can be closed again.
+        :raises RuntimeError: another task is opening or closing the domain, and no asyncio event loop is running.
         """
         if self._lifecycle.children and not self._lifecycle.inherited:
             first = next(iter(self._lifecycle.children.values()))

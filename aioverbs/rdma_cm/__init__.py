@@ -30,21 +30,23 @@ class Channel(EventChannel):
     Closing the channel closes its identifiers and listeners. All peers are disconnected at the same time, and closing
     waits at most one second for their answers.
 
-    Opening raises `LibraryNotFoundError` if librdmacm is not installed, and `VerbsError` if the kernel module rdma_ucm
-    is not loaded or the process may not use it.
+    Opening raises `LibraryNotFoundError` if librdmacm is not installed, `VerbsError` if the kernel module rdma_ucm is
+    not loaded or the process may not use it, and `RuntimeError` if no asyncio event loop is running.
     """
 
     def identifier(self) -> Identifier:
         """Return an unopened `Identifier` for an outgoing connection.
 
-        Use ``async with`` to open it; it is closed at the end of the block.
+        Use ``async with`` to open the identifier, which is closed at the end of the block. `Identifier.open` lists the
+        exceptions that opening raises.
         """
         return Identifier(self)
 
     def listener(self, host: str | None = None, port: int = 0, *, backlog: int = 128) -> Listener:
         """Return an unopened `Listener` for incoming connections.
 
-        Use ``async with`` to open it; it is closed at the end of the block.
+        Use ``async with`` to open the listener, which is closed at the end of the block. `Listener.open` lists the
+        exceptions that opening raises.
 
         :param host: address or host name to listen on; None for all IPv4 addresses of this machine.
         :param port: port to listen on, 0..65535; 0 for any free port.

@@ -55,7 +55,10 @@ async def look_up(host: str, port: int) -> Address:
 
 @contextlib.contextmanager
 def _as_unreachable() -> Iterator[None]:
-    """Return a context manager that replaces a `VerbsError` raised in its block with an `UnreachableError`."""
+    """Return a context manager that replaces a `VerbsError` raised in its block with an `UnreachableError`.
+
+    :raises UnreachableError: the block raised a `VerbsError`; with the same verb and errno.
+    """
     try:
         yield
     except VerbsError as error:
@@ -63,9 +66,9 @@ def _as_unreachable() -> Iterator[None]:
 
 
 def _check_private_data(data: "Buffer", limit: int) -> bytes:
-    """Check that private data is at most `limit` bytes long, and return a copy of it.
+    """Check that private data is at most `limit` bytes long, and return a copy of the data as bytes.
 
-    :raises ValueError: the data is longer.
+    :raises ValueError: the data is longer than `limit` bytes.
     """
     copied = bytes(data)
     if len(copied) > limit:
@@ -78,14 +81,16 @@ class Identifier(HandleResource[core.Identifier]):
 
     Made by `Channel.identifier` or a `Listener`.
 
-    Methods that wait take `timeout_s`, which is None if there is no limit. After a failure, a cancellation or a
-    timeout, the identifier can only be closed. The queue pair stays in INIT if it was not moved beyond that state;
-    otherwise it is moved to ERR. This happens immediately, or, if a helper thread is still inside a verb on the queue
-    pair (see `QueuePair.establish`), as soon as the verb ends, which is not awaited. When the peer disconnects or the
-    device is removed, the queue pair is moved to ERR, so that tasks waiting on the queue pair are notified.
+    Methods that wait, except `wait_disconnected`, take `timeout_s`, which is None if there is no limit. If `resolve`,
+    `connect` or `accept` has begun and fails, times out or is cancelled, the identifier can only be closed. The queue
+    pair stays in INIT if it was not moved beyond that state; otherwise it is moved to ERR. This move happens
+    immediately, or, if a helper thread is still inside a verb on the queue pair (see `QueuePair.establish`), as soon as
+    the verb ends, which is not awaited. When the peer disconnects or the device is removed, the queue pair is moved to
+    ERR, so that tasks waiting on the queue pair are notified.
 
-    If the peer rejects the connection, the queue pair is in INIT. `connect` may then be called again and resolves the
-    address again; or call `resolve` before it to connect to another address.
+    This does not apply if the peer rejects the connection during `connect`: the queue pair is then in INIT, and
+    `connect` may be called again, which resolves the address again; or call `resolve` first to connect to another
+    address.
     """
 
     _state_machine: CmStateMachine | None = None
@@ -98,7 +103,7 @@ class Identifier(HandleResource[core.Identifier]):
         self._from_listener = request is not None
 
     def _owner(self) -> Affinity | None:
-        """Return the owner of the channel: the event loop that opened the channel."""
+        """Return the owner of the channel, the `Affinity` of the event loop that opened the channel."""
         return self._channel.owner
 
     async def open(self) -> Self:
@@ -140,7 +145,7 @@ class Identifier(HandleResource[core.Identifier]):
             self._lifecycle.label = f"with {format_address(self._handle.peer_address)}"
 
     def _open_state_machine(self) -> CmStateMachine:
-        """Return the state machine of this identifier, after checking that the identifier is open.
+        """Return the `CmStateMachine` of this identifier, after checking that the identifier is open.
 
         :raises ClosedResourceError: the identifier is not open.
         """
@@ -149,7 +154,7 @@ class Identifier(HandleResource[core.Identifier]):
         return self._state_machine
 
     def _owned_state_machine(self, verb: str) -> CmStateMachine:
-        """Return the state machine, after checking that the identifier is open and the running loop owns the channel.
+        """Check that the identifier is open and the running loop owns the channel, and return the `CmStateMachine`.
 
         :param verb: name of the verb, for the error message.
         :raises ClosedResourceError: the identifier is not open.
@@ -161,7 +166,7 @@ class Identifier(HandleResource[core.Identifier]):
         return state_machine
 
     def _restart(self, state_machine: CmStateMachine) -> CmStateMachine:
-        """Return a state machine that can connect: the given one, or after a rejection a new one.
+        """Return a `CmStateMachine` that can connect: the given one, or after a rejection a new one.
 
         A rejected rdma_cm_id cannot connect again. So after a rejection, a new rdma_cm_id is created, and it and its
         state machine replace the old ones.
@@ -190,12 +195,16 @@ class Identifier(HandleResource[core.Identifier]):
 
     @property
     def connected(self) -> bool:
-        """Whether the identifier is connected: from a successful `connect` or `accept` until either end disconnects."""
+        """Whether the identifier is connected.
+
+        True from a successful `connect` or `accept` until either end disconnects, the connection fails, or the
+        identifier is closed.
+        """
         return self._state_machine is not None and self._state_machine.state is CmState.CONNECTED and not self.closed
 
     @property
     def device_name(self) -> str | None:
-        """Name of the device through which the peer is reached; None before `resolve`.
+        """Name of the device through which the peer is reached; None for an outgoing connection before `resolve`.
 
         The queue pair to connect must belong to this device.
 
@@ -205,7 +214,7 @@ class Identifier(HandleResource[core.Identifier]):
 
     @property
     def port_num(self) -> int:
-        """Number of the device port through which the peer is reached; 0 before `resolve`.
+        """Number of the device port through which the peer is reached; 0 for an outgoing connection before `resolve`.
 
         :raises ClosedResourceError: the identifier is not open.
         """
@@ -213,7 +222,9 @@ class Identifier(HandleResource[core.Identifier]):
 
     @property
     def local_address(self) -> Address | None:
-        """Address of this end: a tuple that begins with host and port; None before `resolve`.
+        """Address of this end: a tuple that begins with host and port.
+
+        None for an outgoing connection before `resolve`.
 
         :raises ClosedResourceError: the identifier is not open.
         """
@@ -221,7 +232,9 @@ class Identifier(HandleResource[core.Identifier]):
 
     @property
     def peer_address(self) -> Address | None:
-        """Address of the peer: a tuple that begins with host and port; None before `resolve`.
+        """Address of the peer: a tuple that begins with host and port.
+
+        None for an outgoing connection before `resolve`.
 
         :raises ClosedResourceError: the identifier is not open.
         """
@@ -243,6 +256,8 @@ class Identifier(HandleResource[core.Identifier]):
     async def resolve(self, host: str, port: int, *, source: str | None = None, timeout_s: float | None = 5.0) -> None:
         """Resolve the address of a peer and the route to it: ``rdma_resolve_addr`` and ``rdma_resolve_route``.
 
+        If resolving fails, times out or is cancelled, the identifier can only be closed.
+
         :param host: address or host name of the peer; the first address of a name is used.
         :param port: port of the peer, 0..65535.
         :param source: local address or host name to connect from; None to let the kernel choose.
@@ -251,10 +266,13 @@ class Identifier(HandleResource[core.Identifier]):
         :raises TimeoutError: the address or route was not resolved within `timeout_s`.
         :raises OSError: a host name cannot be resolved.
         :raises ValueError: `port` is out of range.
-        :raises QueuePairStateError: the identifier is already resolved or connected, or came from a listener.
-        :raises BrokenResourceError: an earlier call failed, so that the identifier can only be closed; or an unexpected
-            event arrived.
-        :raises BusyResourceError: another call on the identifier is in flight.
+        :raises VerbsError: after a rejection: ``rdma_create_id`` failed, and the identifier is unchanged; or reading
+            events from the channel failed.
+        :raises QueuePairStateError: the identifier is already resolved or connected, or came from a listener; nothing
+            was done.
+        :raises BrokenResourceError: an earlier call failed; or an unexpected event arrived, or the device was removed
+            during the call.
+        :raises BusyResourceError: another call on the identifier is in flight; nothing was done.
         :raises AffinityError: another event loop owns the channel; nothing was done.
         :raises ClosedResourceError: the identifier is not open, or was closed during the call.
         """
@@ -328,22 +346,28 @@ class Identifier(HandleResource[core.Identifier]):
         :param attributes: values that replace the negotiated ones: ``timeout``, ``retry_cnt``, ``rnr_retry``,
             ``min_rnr_timer``, ``max_rd_atomic``, ``max_dest_rd_atomic``. A negotiated ``retry_cnt`` or ``rnr_retry`` is
             limited to 6; a value given here is not. ``max_rd_atomic`` can only lower the negotiated value.
-        :returns: private data of the peer's reply, padded with zeros. From then on, the property `private_data` has the
-            same value.
+        :returns: private data in the peer's reply, padded with zeros. The property `private_data` then has the same
+            value.
         :raises ConnectionRejectedError: the peer rejected the connection, or does not listen on the port. `connect` may
             be called again.
         :raises UnreachableError: the peer's connection manager does not answer, or, when connecting again, the address
             cannot be resolved.
-        :raises TimeoutError: the peer did not answer within `timeout_s`.
-        :raises TransitionError: the queue pair is in another state, or an attribute is invalid; nothing was done.
+        :raises TimeoutError: the peer did not answer, or its link-layer address was not resolved, within `timeout_s`.
+        :raises TransitionError: the queue pair is neither in RESET nor in INIT, or an attribute is invalid; nothing was
+            done.
         :raises ValueError: the queue pair is not of type RC or belongs to another device, or `private_data` is too
-            long; nothing was done.
+            long; nothing was done. When connecting again, also if the new route uses another device: the identifier can
+            then only be closed.
+        :raises TypeError: the value of a numeric attribute is not an integer; nothing was done.
         :raises VerbsError: a verb failed; with EOPNOTSUPP if the queue pair belongs to the software device.
-        :raises QueuePairStateError: the identifier is not resolved.
+        :raises QueuePairStateError: the identifier is not resolved, or was already connected; nothing was done.
         :raises BrokenResourceError: an earlier call failed for a reason other than a rejection, so that the identifier
-            can only be closed; or the peer disconnected or the device was removed during the call.
-        :raises BusyResourceError: another call on the identifier is in flight.
-        :raises AffinityError: another event loop owns the channel; nothing was done.
+            can only be closed; or the peer disconnected, the device was removed, or the queue pair failed during the
+            call.
+        :raises BusyResourceError: another call on the identifier is in flight, or a helper thread is changing the state
+            of the queue pair, as in `QueuePair.establish`; nothing was done.
+        :raises AffinityError: another event loop owns the channel or the queue pair; nothing was done.
+        :raises ConcurrentAccessError: another thread is inside a verb on the same unlocked domain.
         :raises ClosedResourceError: the identifier or the queue pair is not open, or was closed during the call.
         """
         state_machine, data = self._validate(
@@ -396,16 +420,22 @@ class Identifier(HandleResource[core.Identifier]):
         :param timeout_s: time limit in seconds; None if there is no limit.
         :param attributes: values that replace the negotiated ones, as for `connect`.
         :raises UnreachableError: the peer no longer answers.
-        :raises TimeoutError: the peer did not confirm the connection within `timeout_s`.
+        :raises TimeoutError: the peer did not confirm the connection, or its link-layer address was not resolved,
+            within `timeout_s`.
         :raises ConnectionRejectedError: the peer gave up connecting.
-        :raises TransitionError: the queue pair is in another state, or an attribute is invalid; nothing was done.
+        :raises TransitionError: the queue pair is neither in RESET nor in INIT, or an attribute is invalid; nothing was
+            done.
         :raises ValueError: the queue pair is not of type RC or belongs to another device, or `private_data` is too
             long; nothing was done.
+        :raises TypeError: the value of a numeric attribute is not an integer; nothing was done.
         :raises VerbsError: a verb failed; with EOPNOTSUPP if the queue pair belongs to the software device.
-        :raises QueuePairStateError: the identifier is not a pending request of a listener.
-        :raises BrokenResourceError: the peer disconnected, or the device was removed, or an earlier call failed.
-        :raises BusyResourceError: another call on the identifier is in flight.
-        :raises AffinityError: another event loop owns the channel; nothing was done.
+        :raises QueuePairStateError: the identifier is not a pending request of a listener; nothing was done.
+        :raises BrokenResourceError: an earlier call failed; or the peer disconnected, the device was removed, or the
+            queue pair failed during the call.
+        :raises BusyResourceError: another call on the identifier is in flight, or a helper thread is changing the state
+            of the queue pair, as in `QueuePair.establish`; nothing was done.
+        :raises AffinityError: another event loop owns the channel or the queue pair; nothing was done.
+        :raises ConcurrentAccessError: another thread is inside a verb on the same unlocked domain.
         :raises ClosedResourceError: the identifier or the queue pair is not open, or was closed during the call.
         """
         state_machine, data = self._validate("accept", CmState.REQUESTED, qp, attributes, private_data, _MAX_REPLY_DATA)
@@ -426,15 +456,16 @@ class Identifier(HandleResource[core.Identifier]):
     async def reject(self, private_data: "Buffer" = b"") -> None:
         """Reject the connection that the peer requested: ``rdma_reject``.
 
-        Closing an identifier whose request was neither accepted nor rejected also rejects the connection.
+        The identifier can then only be closed. Closing an identifier whose request was neither accepted nor rejected
+        also rejects the connection.
 
         :param private_data: data to send to the peer, at most 148 bytes.
-        :raises ValueError: `private_data` is too long.
-        :raises VerbsError: ``rdma_reject`` failed.
-        :raises QueuePairStateError: the identifier is not a pending request of a listener.
+        :raises ValueError: `private_data` is too long; nothing was done.
+        :raises VerbsError: ``rdma_reject`` failed; the request is still pending.
+        :raises QueuePairStateError: the identifier is not a pending request of a listener; nothing was done.
         :raises AffinityError: another event loop owns the channel; nothing was done.
-        :raises BrokenResourceError: the peer disconnected, or the device was removed, or an earlier call failed.
-        :raises BusyResourceError: another call on the identifier is in flight.
+        :raises BrokenResourceError: the peer gave up connecting, the device was removed, or an earlier call failed.
+        :raises BusyResourceError: another call on the identifier is in flight; nothing was done.
         :raises ClosedResourceError: the identifier is not open.
         """
         state_machine = self._owned_state_machine("rdma_reject")
@@ -447,7 +478,8 @@ class Identifier(HandleResource[core.Identifier]):
     async def disconnect(self, *, timeout_s: float | None = 5.0) -> None:
         """Move the queue pair to ERR, notify the peer and wait for its answer: ``rdma_disconnect``.
 
-        If the peer has already disconnected, return immediately.
+        If the peer has already disconnected, or the connection has failed, return immediately. If the wait is cancelled
+        or times out, disconnecting is not undone.
 
         :param timeout_s: time limit in seconds; None if there is no limit.
         :raises QueuePairStateError: the identifier has not been connected yet.
@@ -466,7 +498,7 @@ class Identifier(HandleResource[core.Identifier]):
             raise TimeoutError(f"disconnect: the peer did not answer within {duration(timeout_s)}") from None
 
     async def wait_disconnected(self) -> None:
-        """Wait until either end has disconnected or the identifier is closed.
+        """Wait until either end has disconnected, the connection has failed, or the identifier is closed.
 
         :raises DeviceRemovedError: the device was removed.
         :raises QueuePairStateError: the identifier has not been connected yet.
@@ -476,7 +508,7 @@ class Identifier(HandleResource[core.Identifier]):
         await self._connected_state_machine("rdma_get_cm_event").wait_disconnected()
 
     def _connected_state_machine(self, verb: str) -> CmStateMachine:
-        """Return the state machine, after checking that the identifier is or was connected.
+        """Return the `CmStateMachine`, after checking that the identifier is connected, or was, or has failed.
 
         :param verb: name of the verb, for the error message.
         :raises QueuePairStateError: the identifier has not been connected yet.
@@ -499,7 +531,7 @@ class Identifier(HandleResource[core.Identifier]):
         :param attributes: values that replace the negotiated ones.
         :param private_data: data to send to the peer.
         :param limit: maximum length of the private data, in bytes.
-        :returns: the state machine, and a copy of the private data.
+        :returns: a tuple of the `CmStateMachine` and a copy of the private data.
         :raises Exception: the exceptions that `connect` and `accept` list for invalid arguments and states.
         """
         state_machine = self._owned_state_machine(f"rdma_{operation}")

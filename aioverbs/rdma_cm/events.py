@@ -41,12 +41,12 @@ class EventReceiver(Protocol):
     """Receiver of an rdma_cm_id's events: a `CmStateMachine`, or the pending requests of a listener."""
 
     def on_event(self, event: core.Event) -> None:
-        """Handle an event of this receiver's rdma_cm_id. Called on the channel's event loop."""
+        """Handle an event of this receiver's rdma_cm_id. This is called on the channel's event loop."""
 
     def fail(self, error: Exception) -> None:
         """Handle a failure of the channel, which will deliver no more events.
 
-        :param error: cause of the failure.
+        :param error: exception that describes the failure.
         """
 
     def disconnect(self) -> None:
@@ -59,6 +59,7 @@ class Dispatcher:
     The dispatcher holds no references to the user's objects, so that unused ones can be garbage collected.
 
     :param channel: handle of the channel.
+    :raises RuntimeError: no asyncio event loop is running.
     """
 
     def __init__(self, channel: core.EventChannel) -> None:
@@ -69,7 +70,7 @@ class Dispatcher:
         self.loop.add_reader(self._fd, self._readable)
 
     def destroy(self) -> None:
-        """Stop reading events from the channel."""
+        """Stop reading events from the channel. Do nothing if the loop that reads them is closed."""
         if not self.loop.is_closed():
             self.loop.remove_reader(self._fd)
 
@@ -81,8 +82,8 @@ class Dispatcher:
     def _readable(self) -> None:
         """Read events, at most 64 in one iteration of the loop, and pass each to its receiver.
 
-        If reading fails, stop reading and pass the error to all receivers. A connection request whose listener no
-        longer exists is destroyed. No error is raised.
+        If reading fails, stop reading and pass the `VerbsError` to all receivers. A connection request whose listener
+        no longer exists is destroyed. In a forked child, nothing is read. No exception is raised.
         """
         for _ in range(_EVENTS_PER_ITERATION):
             try:
@@ -111,7 +112,7 @@ class EventChannel(HandleResource[core.EventChannel]):
     _dispatcher: Dispatcher  # set by `_open`
 
     def _owner(self) -> Affinity | None:
-        """Return the running event loop with its thread, as the new owner of the channel.
+        """Return a new `Affinity` for the running event loop and its thread, which will own the channel.
 
         :raises RuntimeError: no asyncio event loop is running.
         """

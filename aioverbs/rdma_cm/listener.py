@@ -43,7 +43,7 @@ class _ConnectRequests:
     def on_event(self, event: core.Event) -> None:
         """Handle an event of the listener: a connection request, or the removal of the device; ignore other events.
 
-        Called on the channel's event loop.
+        This is called on the channel's event loop.
         """
         if event.event_type == CmEventType.CONNECT_REQUEST:
             self._add_request(event)
@@ -86,8 +86,8 @@ class _ConnectRequests:
 
         :returns: an open identifier for the request, to be closed by the caller.
         :raises StopAsyncIteration: the listener was closed.
-        :raises DeviceRemovedError: the device was removed.
-        :raises VerbsError: reading events from the channel failed.
+        :raises DeviceRemovedError: the device was removed, and no request is pending.
+        :raises VerbsError: reading events from the channel failed, and no request is pending.
         """
         await self._condition.wait_while(lambda: not (self._pending or self._failure or self.closed))
         if self.closed:
@@ -100,9 +100,11 @@ class _ConnectRequests:
         return identifier
 
     async def drain(self) -> None:
-        """Stop accepting requests, and reject all pending ones, which were not returned to the caller.
+        """Stop accepting requests, and reject all pending ones: those that `next_identifier` has not returned.
 
         Closing the listener awaits this first.
+
+        :raises VerbsError: the identifier of a pending request cannot be closed; later requests are still pending.
         """
         self.closed = True
         self._condition.notify()
@@ -127,6 +129,7 @@ class Listener(HandleResource[core.Identifier]):
     listener was never opened.
 
     Opening raises `VerbsError` with EADDRINUSE or EADDRNOTAVAIL, or with ENODEV if no RDMA device has the address.
+    `Listener.open` lists further exceptions.
     """
 
     _requests: _ConnectRequests | None = None
@@ -142,17 +145,20 @@ class Listener(HandleResource[core.Identifier]):
         self._bind_address: Address = ("0.0.0.0", port)
 
     def _owner(self) -> Affinity | None:
-        """Return the owner of the channel: the event loop that opened the channel."""
+        """Return the owner of the channel, the `Affinity` of the event loop that opened the channel."""
         return self._channel.owner
 
     async def open(self) -> Self:
         """Resolve the host and start listening for connection requests.
 
+        If this fails or is cancelled, the listener stays unopened.
+
         :returns: the listener itself, to be closed by the caller.
         :raises OSError: the host name cannot be resolved.
         :raises VerbsError: with EADDRINUSE if the address is in use, with EADDRNOTAVAIL if this machine does not have
             it, with ENODEV if no RDMA device has it.
-        :raises ValueError: the port is not in 0..65535.
+        :raises ValueError: the port is not in 0..65535, and a host was given.
+        :raises OverflowError: the port is not in 0..65535, and no host was given.
         :raises ClosedResourceError: the channel is closed, or the listener was opened before.
         :raises AffinityError: another event loop owns the channel.
         """
@@ -165,6 +171,7 @@ class Listener(HandleResource[core.Identifier]):
 
         :raises VerbsError: with EADDRINUSE if the address is in use, with EADDRNOTAVAIL if this machine does not have
             it, with ENODEV if no RDMA device has it.
+        :raises OverflowError: the port is not in 0..65535.
         """
         self._handle = core.Identifier(self._channel.handle)
         self._lifecycle.hold(self._handle)

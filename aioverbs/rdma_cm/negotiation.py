@@ -31,7 +31,7 @@ _PLACEHOLDERS = QpAttrs(
 
 
 def check_queue_pair(qp: QueuePair, attributes: QpAttrs) -> None:
-    """Check that rdma_cm can connect a queue pair with given attributes.
+    """Check that rdma_cm can connect a queue pair with `attributes`.
 
     :param qp: queue pair to check.
     :param attributes: attributes that the caller of `Identifier.connect` or `Identifier.accept` sets.
@@ -41,6 +41,8 @@ def check_queue_pair(qp: QueuePair, attributes: QpAttrs) -> None:
     :raises ClosedResourceError: the queue pair is not open.
     :raises AffinityError: another event loop owns the queue pair.
     :raises BusyResourceError: another thread is changing the state of the queue pair.
+    :raises ConcurrentAccessError: another thread is inside a verb on the same unlocked domain.
+    :raises TypeError: the value of a numeric attribute is not an integer.
     """
     if qp.handle.context.software:
         advice = "the software device has no IP address: connect its queue pairs with QueuePair.connect"
@@ -60,7 +62,7 @@ def check_queue_pair(qp: QueuePair, attributes: QpAttrs) -> None:
 
 
 def negotiate(proposed: QpAttrs, overrides: QpAttrs, limits: Limits) -> QpAttrs:
-    """PURE: Return the attributes for ``ibv_modify_qp``: negotiated values after limits and overrides are applied.
+    """PURE: Return the `QpAttrs` for ``ibv_modify_qp``: negotiated values after limits and overrides are applied.
 
     A peer's connection manager asks for up to 7 retries, which means infinite retries in the case of RNR, and leaves
     the RNR timer at 0, which means 655 ms. This function limits the retries and uses the timer of `QueuePair.connect`,

@@ -126,7 +126,10 @@ class CmStateMachine:
         dispatcher.receivers[handle] = self
 
     def destroy(self) -> None:
-        """Stop receiving events and move the queue pair to ERR, before the lifecycle destroys the rdma_cm_id."""
+        """Stop receiving events and move the queue pair to ERR, if it was moved beyond INIT.
+
+        The lifecycle calls this before it destroys the rdma_cm_id.
+        """
         self._closed = True
         self._dispatcher.receivers.pop(self.handle, None)
         self._flush()
@@ -135,10 +138,10 @@ class CmStateMachine:
     # ---- Events
 
     def on_event(self, event: core.Event) -> None:
-        """Handle an event of this identifier. Called on the channel's event loop.
+        """Handle an event of this identifier. This is called on the channel's event loop.
 
-        The removal of the device is handled immediately. If a step is in progress, other events are queued for its
-        calls of `expect`; otherwise they are handled immediately.
+        The removal of the device is handled immediately. If a step is in progress, other events are queued for that
+        step's calls to `expect`; otherwise they are handled immediately. ADDR_CHANGE and TIMEWAIT_EXIT are ignored.
         """
         if event.event_type == CmEventType.DEVICE_REMOVAL:
             self.fail(error_for_event("the connection", event))
@@ -151,6 +154,8 @@ class CmStateMachine:
     def fail(self, error: Exception) -> None:
         """Set the state to FAILED, because the device was removed or the channel failed; end the connection.
 
+        If the state is already ENDED or FAILED, it is not changed.
+
         :param error: exception that waiting calls raise, and that later calls report as the cause.
         """
         self._end(CmState.FAILED, error)
@@ -158,7 +163,8 @@ class CmStateMachine:
     def _handle_unexpected_events(self) -> None:
         """Handle queued events that no step has consumed.
 
-        The state becomes ENDED if the peer disconnected, and FAILED if an event reports an error.
+        DISCONNECTED sets the state to ENDED if connected, and is ignored otherwise. ESTABLISHED is ignored. Any other
+        event sets the state to FAILED.
         """
         while self._events:
             event = self._events.popleft()
@@ -172,7 +178,7 @@ class CmStateMachine:
                 self._end(CmState.FAILED, error_for_event("the connection", event))
 
     def _end(self, state: CmState, failure: Exception | None = None) -> None:
-        """Set the state to ENDED, FAILED or REJECTED and call the callback of `watch` with the cause.
+        """Set the state to ENDED, FAILED or REJECTED and call the callback of `watch` with the result of `_end_cause`.
 
         If there is no callback, move the queue pair to ERR. A state of ENDED or FAILED is not changed.
 
@@ -212,8 +218,8 @@ class CmStateMachine:
     def _to_error(self, qp: QueuePair) -> None:
         """Move a queue pair to ERR; if another thread is inside a verb on it, schedule another attempt.
 
-        Do nothing if the queue pair is already in RESET or ERR. No error is raised if the queue pair is closed or its
-        device is lost.
+        Do nothing if the queue pair is already in RESET or ERR. No exception is raised if the queue pair is closed, its
+        device is lost, or another event loop has taken it over.
         """
         try:
             if qp.query().qp_state not in (QpState.RESET, QpState.ERR):
@@ -234,8 +240,9 @@ class CmStateMachine:
     async def step(self, operation: str, needed: CmState, timeout_s: float | None) -> AsyncIterator[None]:
         """Return an async context manager that executes its block as one step of the state machine.
 
-        An error, a cancellation or a timeout in the block sets the state to FAILED; a rejection by the peer sets it to
-        REJECTED. The block sets the state that follows a successful step.
+        An exception, a cancellation or a timeout in the block sets the state to FAILED; a rejection by the peer in the
+        state RESOLVED sets it to REJECTED. The block sets the state that follows a successful step. Other exceptions of
+        the block propagate unchanged.
 
         :param operation: name of the step, for error messages.
         :param needed: state that the identifier must be in.
@@ -318,6 +325,7 @@ class CmStateMachine:
         """Check that a queue pair belongs to the device through which the peer is reached.
 
         :raises ValueError: the queue pair belongs to another device.
+        :raises ClosedResourceError: the queue pair or the identifier is not open.
         """
         name = self.handle.device_name
         if name != qp.handle.context.name:
@@ -332,6 +340,7 @@ class CmStateMachine:
         :raises VerbsError: a verb failed.
         :raises TransitionError: the queue pair is neither in RESET nor in INIT.
         :raises ClosedResourceError: the queue pair is not open.
+        :raises Exception: other exceptions are those of `QueuePair.to_init`.
         """
         proposed = self.handle.init_qp_attr(QpState.INIT)
         changes = QpAttrs(pkey_index=proposed.get("pkey_index", 0), port_num=proposed.get("port_num", 1))
@@ -349,7 +358,8 @@ class CmStateMachine:
         :param overrides: attributes that replace negotiated ones.
         :returns: the attributes that were applied.
         :raises ClosedResourceError: the queue pair is not open, or the identifier was closed during the call.
-        :raises Exception: if the identifier failed during the call, the exception that describes the failure.
+        :raises Exception: if the identifier failed during the call, the exception that describes the failure; other
+            exceptions are those of `QueuePair.establish`.
         :raises VerbsError: a verb failed.
         """
         limits = limits_for(qp, self.handle.port_num)
@@ -377,7 +387,8 @@ class CmStateMachine:
     def disconnect(self) -> None:
         """If connected, move the queue pair to ERR and notify the peer, without waiting for its answer.
 
-        Call `wait_disconnected` to wait for the answer. Do nothing if not connected.
+        Call `wait_disconnected` to wait for the answer. If the verb fails, the state becomes ENDED. Do nothing if not
+        connected.
         """
         if self.state is not CmState.CONNECTED:
             return
@@ -390,7 +401,7 @@ class CmStateMachine:
             self._end(CmState.ENDED)
 
     async def wait_disconnected(self) -> None:
-        """Wait until the identifier is no longer connected or is closed.
+        """Wait until the identifier is no longer connected or is closed; return immediately if it is not connected.
 
         :raises DeviceRemovedError: the device was removed.
         """
@@ -403,7 +414,8 @@ class CmStateMachine:
     async def drain(self) -> None:
         """Disconnect and wait at most `_DISCONNECT_TIMEOUT_S`, from the start of disconnecting, for the peer's answer.
 
-        Closing the identifier awaits this first. No error is raised if the peer does not answer.
+        `_DISCONNECT_TIMEOUT_S` is 1 s. Closing the identifier awaits this first. No exception is raised if the peer
+        does not answer.
         """
         self.disconnect()
         with anyio.move_on_after(max(0.0, self._disconnect_deadline - time.monotonic())):

@@ -316,9 +316,7 @@ class SharedProtectionDomain(Resource):
         :raises ClosedResourceError: the shared protection domain was never opened.
         """
         if self._id is None:
-            raise ClosedResourceError(
-                f"{self!r} is not open: open it with `async with`; if it was closed, create another"
-            )
+            raise ClosedResourceError(f"{self!r} was never opened: open it with `async with`")
         return self._id
 
 
@@ -356,7 +354,7 @@ class ParentDomain(InterchangeableDomain):
     ) -> None:
         base = base_protection_domain("parent domain", pd)
         if td is not None and not isinstance(td, ThreadDomain):
-            raise TypeError(f"td must be a ThreadDomain or None, not {td!r}")
+            raise TypeError(f"`td` must be a ThreadDomain or None, got {td!r}")
         super().__init__(*with_base(pd), *([] if td is None else [td]))
         self._pd = base
         self._td = td

@@ -238,7 +238,7 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         found = self.query().qp_state
         if access is not None:
             if "qp_access_flags" in attributes:
-                raise TypeError("access and qp_access_flags are the same: give one of them")
+                raise TypeError("`access` and `qp_access_flags` set the same attribute: give one of them")
             attributes["qp_access_flags"] = access
         states = qp_state_machine.path(self.qp_type, _INIT if found is _INIT else QpState.RESET, _RTS)
         return self._plan(found, states, attributes, remote)
@@ -371,7 +371,7 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         found = self.query().qp_state
         if count := self._in_flight():
             raise BusyResourceError(
-                f"{self!r} has {count} work requests in flight, which would never complete: to_error() and wait"
+                f"{self!r} has {count} work requests in flight, which would never complete: call to_error() and wait"
             )
         self._transition_to(found, (QpState.RESET,), QpAttrs())
         self._remote = None

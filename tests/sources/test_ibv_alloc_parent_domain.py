@@ -131,7 +131,7 @@ async def test_the_thread_domain_must_be_a_thread_domain(device: Device) -> None
     async with device.protection_domain() as pd:
         given: Any
         for given in ("x", "", 0, 5, pd):
-            with pytest.raises(TypeError, match=f"^td must be a ThreadDomain or None, not {re.escape(repr(given))}$"):
+            with pytest.raises(TypeError, match=f"^`td` must be a ThreadDomain or None, got {re.escape(repr(given))}$"):
                 pd.parent_domain(given)
         assert pd.statistics().children == 0
 

@@ -125,7 +125,11 @@ _HANDSHAKE_REASONS = {
     7: "a device cannot be connected at the moment: try again later",
 }
 
-_PACKAGES = {"libibverbs.so.1": "libibverbs1", "librdmacm.so.1": "librdmacm1", "pyverbs": "python3-pyverbs"}
+# Packages that contain the libraries and, of libibverbs, the providers.
+_PACKAGES = {
+    "libibverbs.so.1": "libibverbs1 and ibverbs-providers (Debian, Ubuntu) or libibverbs (Fedora, RHEL)",
+    "librdmacm.so.1": "librdmacm1 (Debian, Ubuntu) or librdmacm (Fedora, RHEL)",
+}
 
 
 class VerbsError(OSError):
@@ -425,18 +429,17 @@ class DeviceNotFoundError(LookupError):
 class LibraryNotFoundError(OSError):
     """A library that RDMA devices need cannot be loaded. The software device needs none.
 
-    :param library: name of the library, such as ``"libibverbs.so.1"`` or ``"pyverbs"``.
-    :param reason: error message of the dynamic loader or of the import; may be empty.
+    :param library: name of the library, ``"libibverbs.so.1"`` or ``"librdmacm.so.1"``.
+    :param reason: error message of the dynamic loader; may be empty.
     """
 
     def __init__(self, library: str, reason: str = "") -> None:
         self.library = library
         self.reason = reason
-        self.package = _PACKAGES.get(library, library)
         super().__init__(_errno.ENOENT, str(self))
 
     def __str__(self) -> str:
-        text = f"{self.library} cannot be loaded: on Debian and Ubuntu, install the package {self.package}"
+        text = f"{self.library} cannot be loaded: install {_PACKAGES.get(self.library, self.library)}"
         return f"{text} ({self.reason})" if self.reason else text
 
     def __reduce__(self) -> tuple[type["LibraryNotFoundError"], tuple[str, str]]:

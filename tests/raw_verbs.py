@@ -130,21 +130,12 @@ class Completion:
     wc_flags: int
 
 
-def _struct_of(handle: handles.Handle) -> int:
-    """Return the address of an open handle's ibv structure, whose first member is the context's address."""
-    assert not handle.closed, f"{handle!r} is closed"
-    # The pointer is the first field that a handle's class adds to the base class.
-    address = _U64.from_address(id(handle) + handles.Handle.__basicsize__).value
-    assert _U64.from_address(address).value == handle.context.address
-    return address
-
-
 def _op_of(handle: handles.Handle, name: str) -> int:
-    return _U64.from_address(handle.context.address + 8 * (1 + _OPS[name])).value
+    return _U64.from_address(handle.context.verbs_pointer + 8 * (1 + _OPS[name])).value
 
 
 def _call(verb: str, op: str, handle: handles.Handle, second: object, third: object) -> None:
-    error = abs(_VERB(_op_of(handle, op))(_struct_of(handle), second, third))
+    error = abs(_VERB(_op_of(handle, op))(handle.verbs_pointer, second, third))
     if error:
         raise VerbsError(verb, error)
 
@@ -181,7 +172,7 @@ def post_send(
     wr.imm_data = invalidate_rkey if invalidates else socket.htonl(imm_data)
     wr.remote_srqn = remote_srqn
     if ah is not None:
-        wr.wr.ud = _Datagram(_struct_of(ah), remote_qpn, remote_qkey)
+        wr.wr.ud = _Datagram(ah.verbs_pointer, remote_qpn, remote_qkey)
     elif opcode in (SendOpcode.ATOMIC_CMP_AND_SWP, SendOpcode.ATOMIC_FETCH_AND_ADD):
         wr.wr.atomic = _Atomic(remote_addr, compare_add, swap, rkey)
     else:
@@ -218,8 +209,8 @@ def bind_window(
     :param rkey: new key of a window of type 2; None: the key after the current one.
     :raises VerbsError: the verb failed; the window keeps its old key.
     """
-    info = _BindInfo(None if region is None else _struct_of(region), address, length, access)
-    mw = _struct_of(window)
+    info = _BindInfo(None if region is None else region.verbs_pointer, address, length, access)
+    mw = window.verbs_pointer
     if window.mw_type is MwType.TYPE_1:
         bind = _MwBind(wr_id, flags, info)
         _call("ibv_bind_mw", "bind_mw", qp, mw, ctypes.byref(bind))
@@ -235,7 +226,7 @@ def poll(cq: handles.CompletionQueue, count: int = 16) -> list[Completion]:
 
     :raises VerbsError: the verb failed; the error number is EIO if the device reports none.
     """
-    address = _struct_of(cq)
+    address = cq.verbs_pointer
     if _U64.from_address(id(cq) + handles.Handle.__basicsize__ + 8).value:  # set only for an extended queue
         return _poll_extended(address, count)
     taken: list[Completion] = []

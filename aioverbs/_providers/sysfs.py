@@ -6,8 +6,10 @@ import os
 from pathlib import Path
 
 from aioverbs.errors import VerbsError
+from aioverbs.gid_selection import Gid
+from aioverbs.types import GidType
 
-__all__ = ["check_node", "device_nodes", "device_numbers", "kernel_devices", "try_open"]
+__all__ = ["check_node", "device_nodes", "device_numbers", "gid_table", "kernel_devices", "try_open"]
 
 _FOLDER = Path("/sys/class/infiniband")
 
@@ -40,6 +42,29 @@ def device_numbers(root: Path = Path("/")) -> set[tuple[int, int]]:
             major, minor = path.read_text().split(":")
             numbers.add((int(major), int(minor)))
     return numbers
+
+
+def gid_table(name: str, port: int) -> list[Gid]:
+    """Return the GIDs of a port with their indexes and types.
+
+    :param name: name of the device.
+    :param port: number of the port.
+    :raises VerbsError: the device or the port does not exist.
+    """
+    folder = _FOLDER / name / "ports" / str(port)
+    try:
+        roce_v1 = (folder / "link_layer").read_text().strip() == "Ethernet"
+        indexes = sorted(int(path.name) for path in (folder / "gids").iterdir())
+    except OSError as error:
+        raise VerbsError("ibv_query_gid_table", error.errno or errno.EIO) from error
+    found = []
+    for index in indexes:
+        with contextlib.suppress(OSError):  # an empty entry has no type, and of some drivers no GID
+            gid = bytes.fromhex((folder / "gids" / str(index)).read_text().replace(":", ""))
+            kind = (folder / "gid_attrs/types" / str(index)).read_text().strip()
+            known = GidType.ROCE_V2 if kind == "RoCE v2" else GidType.ROCE_V1 if roce_v1 else GidType.IB
+            found.append(Gid(index, gid, known))
+    return [each for each in found if any(each.gid)]
 
 
 def try_open(path: Path) -> int:

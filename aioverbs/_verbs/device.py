@@ -111,7 +111,7 @@ def devices() -> list[DeviceInfo]:
     """Return a list of the devices of this machine: RDMA devices first, the software device last.
 
     Each device is opened briefly to query it. If a device cannot be opened, its `DeviceInfo.problem` is the message of
-    the exception. If libibverbs or pyverbs is missing, or if the verb that lists the RDMA devices fails, only the
+    the exception. If libibverbs is missing, or if the verb that lists the RDMA devices fails, only the
     software device is listed.
 
     :returns: a `DeviceInfo` for each device.
@@ -119,7 +119,7 @@ def devices() -> list[DeviceInfo]:
     """
     try:
         names = hardware.names()
-    except OSError:  # includes LibraryNotFoundError: libibverbs or pyverbs is missing
+    except OSError:  # includes LibraryNotFoundError: libibverbs is missing
         names = []
     return [_query_info(name) for name in (*names, *software.names())]
 
@@ -136,7 +136,7 @@ def _open_context(name: str, *, execution: Execution = "inline", delay_ns: int =
     :raises DeviceNotFoundError: there is no device with that name.
     :raises ValueError: `execution` or `delay_ns` is invalid or was given for an RDMA device; or the address in the name
         of a software device, or an environment variable of the software device, is invalid.
-    :raises LibraryNotFoundError: the device is an RDMA device, and libibverbs or pyverbs is missing.
+    :raises LibraryNotFoundError: the device is an RDMA device, and libibverbs is missing.
     :raises VerbsError: the RDMA devices cannot be listed, ``ibv_open_device`` failed, or a software device cannot
         accept connections at its address.
     """
@@ -245,7 +245,7 @@ class Device(HandleResource[handles.Context]):
         :returns: the device, to be opened with ``async with`` or `Device.open`.
         :raises ValueError: `max_native_thread_domains` is negative; on opening: `context` is closed.
         :raises TypeError: on opening: `context` is not a `pyverbs.device.Context`.
-        :raises LibraryNotFoundError: on opening: libibverbs or pyverbs is missing.
+        :raises LibraryNotFoundError: on opening: libibverbs is missing.
         :raises RuntimeError: on opening: this version of pyverbs has an unknown object layout.
         """
         device = Device(None, max_native_thread_domains, "inline", 0)
@@ -290,8 +290,8 @@ class Device(HandleResource[handles.Context]):
         super()._check_open()
         if self._user_context is not None:
             assert self._handle is not None
-            # Reading the address raises if the user closed the context, and with it the descriptor of its events.
-            self._handle.address  # noqa: B018
+            # Reading the pointer raises if the user closed the context, and with it the descriptor of its events.
+            self._handle.verbs_pointer  # noqa: B018
 
     @property
     def name(self) -> str:
@@ -558,7 +558,7 @@ def open_device(
         ``"thread"`` executes it in a thread of the device, concurrently with the event loop, as hardware does.
     :param delay_ns: with ``"thread"`` only: minimum time from posting to execution, in nanoseconds.
     :raises DeviceNotFoundError: on opening: there is no device with that name.
-    :raises LibraryNotFoundError: on opening: an RDMA device is named, and libibverbs or pyverbs is missing.
+    :raises LibraryNotFoundError: on opening: an RDMA device is named, and libibverbs is missing.
     :raises ValueError: `max_native_thread_domains` is negative. On opening: `execution` or `delay_ns` is invalid or was
         given for an RDMA device; or the address in the name of a software device, or an environment variable of the
         software device, is invalid.

@@ -3,17 +3,23 @@
 import enum
 import errno
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from aioverbs.cli.machine import Device, Library, Machine, Port, Trial
+from aioverbs.cli.machine import Device, Machine, Port, Trial
 
 __all__ = ["Diagnosis", "Finding", "Severity", "diagnose"]
 
 _ENOUGH_MEMLOCK = 64 << 20  # bytes; enough for a few queues and buffers
-_PACKAGES = "sudo apt-get install {}"
-_PRIVATE = re.compile(r"IBVERBS_PRIVATE|undefined symbol|version `")
+# Packages by library and package manager. Those of libibverbs include its providers.
+_PACKAGES = {
+    "libibverbs": {"apt-get": "libibverbs1 ibverbs-providers", "dnf": "libibverbs"},
+    "librdmacm": {"apt-get": "librdmacm1", "dnf": "librdmacm"},
+    "opensm": {"apt-get": "opensm", "dnf": "opensm"},
+}
+_INSTALL = {"apt-get": "sudo apt-get install", "dnf": "sudo dnf install"}
+_REINSTALL = {"apt-get": "sudo apt-get install --reinstall", "dnf": "sudo dnf reinstall"}
+_FAMILIES = {"apt-get": "Debian, Ubuntu", "dnf": "Fedora, RHEL"}
 
 
 class Severity(enum.Enum):
@@ -96,73 +102,34 @@ def diagnose(machine: Machine) -> Diagnosis:
 # ---- Libraries
 
 
+def _install(machine: Machine, library: str, commands: dict[str, str] = _INSTALL) -> tuple[str, ...]:
+    """Return the command that installs a library's packages; one for each family of distributions if unknown.
+
+    :param commands: beginning of the command by package manager.
+    """
+    packages = _PACKAGES[library]
+    if machine.package_manager is not None:
+        return (f"{commands[machine.package_manager]} {packages[machine.package_manager]}",)
+    return tuple(f"{commands[each]} {packages[each]}  # {_FAMILIES[each]}" for each in packages)
+
+
 def _software(machine: Machine) -> Iterator[Finding]:
-    """Yield at most one error of libibverbs or pyverbs, or of the probe process that tests them."""
+    """Yield an error of libibverbs, or of the probe process that tests it."""
     if machine.probe.crash is not None:
         details = "".join(f"; its last line: {line}" for line in machine.probe.warnings[-1:])
         yield _error(
             "libraries-crash",
             "system",
-            f"the process that tests libibverbs and pyverbs {machine.probe.crash}{details}",
-            _PACKAGES.format("--reinstall libibverbs1 ibverbs-providers python3-pyverbs"),
+            f"the process that tests libibverbs {machine.probe.crash}{details}",
+            *_install(machine, "libibverbs", _REINSTALL),
         )
-        return
-    libibverbs, pyverbs = machine.probe.libibverbs, machine.probe.pyverbs
-    if libibverbs.problem is not None:
+    elif machine.probe.libibverbs.problem is not None:
         yield _error(
             "libibverbs-missing",
             "system",
-            f"libibverbs, which drives all RDMA devices, cannot be loaded: {libibverbs.problem}",
-            _PACKAGES.format("libibverbs1 ibverbs-providers python3-pyverbs"),
+            f"libibverbs, which drives all RDMA devices, cannot be loaded: {machine.probe.libibverbs.problem}",
+            *_install(machine, "libibverbs"),
         )
-    elif pyverbs.problem is not None:
-        yield _pyverbs(machine, pyverbs, pyverbs.problem)
-
-
-def _pyverbs(machine: Machine, pyverbs: Library, problem: str) -> Finding:
-    """Return the error for a pyverbs that cannot be imported, by its reason.
-
-    :param problem: message of the ImportError.
-    """
-    if _PRIVATE.search(problem):
-        version = machine.probe.libibverbs.version or "another version"
-        return _error(
-            "pyverbs-version",
-            "system",
-            f"pyverbs was built for another version of libibverbs than the installed one, {version}: {problem}",
-            "pip uninstall pyverbs",
-            _PACKAGES.format("--reinstall libibverbs1 ibverbs-providers python3-pyverbs"),
-            hint="a build of pyverbs fits exactly one version of libibverbs: install both from the distribution",
-        )
-    if "No module named" not in problem:
-        return _error(
-            "pyverbs-broken",
-            "system",
-            f"pyverbs is installed and cannot be loaded: {problem}",
-            _PACKAGES.format("--reinstall python3-pyverbs"),
-        )
-    if not machine.pyverbs_builds:
-        return _error(
-            "pyverbs-missing",
-            "system",
-            "pyverbs, which finds RDMA devices, is not installed",
-            _PACKAGES.format("python3-pyverbs ibverbs-providers"),
-        )
-    builds = ", ".join(machine.pyverbs_builds)
-    if machine.soabi in machine.pyverbs_builds:
-        return _error(
-            "pyverbs-hidden",
-            "system",
-            "the distribution's pyverbs is installed, but not visible in this Python environment",
-            f"ln -s /usr/lib/python3/dist-packages/pyverbs {machine.platlib}/pyverbs",
-        )
-    return _error(
-        "pyverbs-python",
-        "system",
-        f"the distribution's pyverbs is built for {builds}, but this Python is {machine.soabi}",
-        "/usr/bin/python3 -m venv --system-site-packages .venv",
-        hint="install aioverbs there, or build pyverbs for this Python from the sources of the installed libibverbs",
-    )
 
 
 # ---- Kernel
@@ -257,7 +224,7 @@ def _connection_manager(machine: Machine) -> Iterator[Finding]:
             "librdmacm-missing",
             "system",
             f"librdmacm, which connects by IP address, cannot be loaded: {machine.probe.librdmacm.problem}",
-            _PACKAGES.format("librdmacm1"),
+            *_install(machine, "librdmacm"),
         )
     if machine.rdma_cm in (errno.ENOENT, errno.ENXIO, errno.ENODEV):
         yield _warning(
@@ -299,7 +266,7 @@ def _device(machine: Machine, device: Device) -> Iterator[Finding]:
     yield from _usability(machine, device)
     active = [port for port in device.ports if port.state == "ACTIVE"]
     if not active:
-        yield from (_port(device, port) for port in device.ports)
+        yield from (_port(machine, device, port) for port in device.ports)
     for port in active:
         if port.link_layer == "Ethernet" and not any(_routable(gid.address) for gid in port.gids):
             yield _gid(device, port)
@@ -347,17 +314,16 @@ def _usability(machine: Machine, device: Device) -> Iterator[Finding]:
             device.name,
             "libibverbs has no provider for this device, a library such as libmlx5-rdmav34.so of the same version"
             f" (installed providers: {', '.join(machine.providers) or 'none'}){details}",
-            _PACKAGES.format("--reinstall ibverbs-providers libibverbs1"),
+            *_install(machine, "libibverbs", _REINSTALL),
         )
         return
     trial = probe.trials.get(device.name)
     if trial is None or trial.problem is None or _beyond_limit(machine, trial):
         return
-    code = "pyverbs-layout" if "unknown object layout" in trial.problem else "use"
-    yield _error(code, device.name, f"the device was opened, but a test of its use failed: {trial.problem}")
+    yield _error("use", device.name, f"the device was opened, but a test of its use failed: {trial.problem}")
 
 
-def _port(device: Device, port: Port) -> Finding:
+def _port(machine: Machine, device: Device, port: Port) -> Finding:
     """Return the error for a port that is not active, with the way to activate it."""
     state = f"port {port.number} is {port.state or 'in an unknown state'} ({port.physical or 'unknown link state'})"
     if port.link_layer == "InfiniBand" and port.physical == "LinkUp":
@@ -365,7 +331,7 @@ def _port(device: Device, port: Port) -> Finding:
             "port",
             device.name,
             f"{state}: the port waits for a subnet manager",
-            "sudo apt-get install opensm",
+            *_install(machine, "opensm"),
             hint="an InfiniBand subnet needs one subnet manager, on a switch or on one of the machines",
         )
     if port.physical == "Disabled" and port.netdev is not None:

@@ -74,7 +74,7 @@ def as_text(machine: Machine, diagnosis: Diagnosis) -> Iterator[str]:
     yield f"aioverbs {metadata.version('aioverbs')}, Python {platform.python_version()}, Linux {machine.kernel}"
     probe = machine.probe
     if probe.crash is None:
-        libraries = (("libibverbs", probe.libibverbs), ("librdmacm", probe.librdmacm), ("pyverbs", probe.pyverbs))
+        libraries = (("libibverbs", probe.libibverbs), ("librdmacm", probe.librdmacm))
         yield ", ".join(_library(name, library) for name, library in libraries)
     yield f"providers: {', '.join(machine.providers) or 'none'}"
     yield ""

@@ -6,7 +6,6 @@ import platform
 import re
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +23,8 @@ _PARENT = "parent"  # attribute of soft-RoCE devices only: their network interfa
 _UNLOADED = re.compile(
     r"couldn't load driver '(?:.*/)?lib([^'/]+)-rdmav\d+\.so'"
 )  # warning of libibverbs on standard error
-_DIST_PACKAGES = Path("usr/lib/python3/dist-packages")
+# Commands that install packages, by the IDs of distributions in /etc/os-release.
+_PACKAGE_MANAGERS = {"debian": "apt-get", "ubuntu": "apt-get", "fedora": "dnf", "rhel": "dnf", "centos": "dnf"}
 
 # PCI vendor IDs of RDMA hardware whose kernel module is known.
 _MELLANOX, _AMAZON = "0x15b3", "0x1d0f"
@@ -109,7 +109,7 @@ class Probe:
     """Results of a separate process that tests the libraries. Made by `probe`.
 
     :param listed: names of the devices for which libibverbs has a provider.
-    :param trials: results of using the devices, by name; empty if pyverbs cannot be loaded.
+    :param trials: results of using the devices, by name.
     :param warnings: lines that the libraries wrote to standard error.
     :param crash: how the process ended, if not normally; None: normally. Of the other results, only the warnings are
         then
@@ -119,7 +119,6 @@ class Probe:
 
     libibverbs: Library = Library()
     librdmacm: Library = Library()
-    pyverbs: Library = Library()
     listed: tuple[str, ...] = ()
     trials: dict[str, Trial] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
@@ -132,8 +131,7 @@ class Machine:
     """Data about a machine, input of a diagnosis. Made by `inspect_machine`.
 
     :param kernel: release of the running kernel.
-    :param soabi: ABI tag of this Python's extension modules, such as ``"cpython-311"``.
-    :param platlib: directory of this Python's packages with extension modules.
+    :param package_manager: command that installs packages, ``"apt-get"`` or ``"dnf"``; None: unknown distribution.
     :param container: whether this is a container, with only the devices given to it.
     :param memlock: limit of locked memory in bytes; None: unlimited.
     :param modules: kernel modules that are loaded.
@@ -141,14 +139,12 @@ class Machine:
     :param hardware: kernel modules that drive the RDMA hardware on the PCI bus.
     :param interfaces: network interfaces without the loopback interface.
     :param rdma_cm: errno of opening /dev/infiniband/rdma_cm; 0: it can be opened.
-    :param pyverbs_builds: ABI tags for which the distribution's pyverbs is built.
     :param providers: providers of libibverbs that are configured and can be loaded, such as ``"mlx5"``.
     :param soft_problem: the error in the software device's environment variables; None: no error.
     """
 
     kernel: str
-    soabi: str
-    platlib: str
+    package_manager: str | None
     container: bool
     memlock: int | None
     modules: frozenset[str]
@@ -157,7 +153,6 @@ class Machine:
     interfaces: tuple[str, ...]
     devices: tuple[Device, ...]
     rdma_cm: int
-    pyverbs_builds: tuple[str, ...]
     providers: tuple[str, ...]
     probe: Probe
     soft_problem: str | None = None
@@ -193,7 +188,6 @@ def parse_probe(text: str, warnings: tuple[str, ...] = ()) -> Probe:
     return Probe(
         libibverbs=Library(**found["libibverbs"]),
         librdmacm=Library(**found["librdmacm"]),
-        pyverbs=Library(**found["pyverbs"]),
         listed=tuple(found["listed"]),
         trials={name: Trial(**trial) for name, trial in found["trials"].items()},
         warnings=warnings,
@@ -219,14 +213,12 @@ def inspect_machine(
     :returns: the data, input of a diagnosis.
     """
     release = platform.release() if kernel is None else kernel
-    builds = (root / _DIST_PACKAGES / "pyverbs").glob("device.*.so")
     found = probe()
     unloaded = {match[1] for line in found.warnings for match in _UNLOADED.finditer(line)}
     configured = {path.stem for path in (root / "etc/libibverbs.d").glob("*.driver")}
     return Machine(
         kernel=release,
-        soabi="-".join(str(sysconfig.get_config_var("SOABI")).split("-")[:2]),
-        platlib=sysconfig.get_path("platlib"),
+        package_manager=_package_manager(root),
         container=_is_container(root),
         memlock=_memlock(root),
         modules=frozenset(_names(root / "sys/module")),
@@ -235,7 +227,6 @@ def inspect_machine(
         interfaces=tuple(name for name in _names(root / "sys/class/net") if name != "lo"),
         devices=tuple(_devices(root, try_open)),
         rdma_cm=try_open(root / "dev/infiniband/rdma_cm"),
-        pyverbs_builds=tuple(sorted("-".join(path.name.split(".")[1].split("-")[:2]) for path in builds)),
         providers=tuple(sorted(configured - unloaded)),
         probe=found,
         soft_problem=_soft_problem(environment),
@@ -262,6 +253,13 @@ def _text(path: Path) -> str:
         return path.read_text().strip()
     except OSError:
         return ""
+
+
+def _package_manager(root: Path) -> str | None:
+    """Return the command that installs packages of the distribution, or of one that it is like; None: unknown."""
+    fields = dict(line.split("=", 1) for line in _text(root / "etc/os-release").splitlines() if "=" in line)
+    names = " ".join(fields.get(name, "").strip("\"'") for name in ("ID", "ID_LIKE")).split()
+    return next((_PACKAGE_MANAGERS[name] for name in names if name in _PACKAGE_MANAGERS), None)
 
 
 def _is_container(root: Path) -> bool:

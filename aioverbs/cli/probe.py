@@ -12,8 +12,10 @@ import sys
 from pathlib import Path
 
 from aioverbs._core.handles.handles import is_optimized
+from aioverbs._providers import hardware
 from aioverbs._verbs.device import open_device
 from aioverbs.attributes import QpCapabilities
+from aioverbs.errors import LibraryNotFoundError
 
 _DEPTH = 16
 _MEMORY = 64 << 10
@@ -33,35 +35,6 @@ def _library(name: str) -> dict[str, str | None]:
     path = next((each for each in sorted(mapped) if Path(each).name.startswith(f"{stem}.so")), None)
     version = re.search(r"\.so\.\d+\.\d+\.(.+)$", path or "")  # after .so: the ABI version, then rdma-core's version
     return {"path": path, "version": version[1] if version else None}
-
-
-def _pyverbs() -> dict[str, str | None]:
-    """Import pyverbs.
-
-    :returns: ``problem`` if that fails, else ``path``.
-    """
-    try:
-        import pyverbs.device
-    except ImportError as error:
-        return {"problem": str(error)}
-    return {"path": str(Path(pyverbs.device.__file__ or "").parent)}
-
-
-def _listed() -> list[str]:
-    """Return the names of the devices that libibverbs lists; does not need pyverbs.
-
-    :raises OSError: libibverbs cannot be loaded.
-    """
-    verbs = ctypes.CDLL("libibverbs.so.1")
-    verbs.ibv_get_device_list.restype = ctypes.POINTER(ctypes.c_void_p)
-    verbs.ibv_get_device_name.restype = ctypes.c_char_p
-    count = ctypes.c_int()
-    devices = verbs.ibv_get_device_list(ctypes.byref(count))
-    if not devices:
-        return []
-    names = [verbs.ibv_get_device_name(ctypes.c_void_p(devices[index])).decode() for index in range(count.value)]
-    verbs.ibv_free_device_list(devices)
-    return names
 
 
 async def _use(name: str) -> None:
@@ -94,10 +67,14 @@ def main() -> None:
     """Test the libraries and devices, and print the results as a JSON object."""
     logging.getLogger("aioverbs").setLevel(logging.ERROR)  # warnings about emulated domains are no result
     libraries = {name: _library(f"{name}.so.1") for name in ("libibverbs", "librdmacm")}
-    pyverbs = _pyverbs()
-    listed = [] if "problem" in libraries["libibverbs"] else _listed()
-    trials = {} if "problem" in pyverbs else {name: _try(name) for name in listed}
-    found = {**libraries, "pyverbs": pyverbs, "listed": listed, "trials": trials, "optimized": is_optimized()}
+    listed: list[str] = []
+    if "problem" not in libraries["libibverbs"]:
+        try:
+            listed = hardware.names()
+        except LibraryNotFoundError as error:  # an old one, which lacks a verb
+            libraries["libibverbs"] = {"problem": error.reason}
+    trials = {name: _try(name) for name in listed}
+    found = {**libraries, "listed": listed, "trials": trials, "optimized": is_optimized()}
     json.dump(found, sys.stdout)
 
 

@@ -154,7 +154,7 @@ def baseline(
     :param extended: poll by ``ibv_start_poll`` and its relatives instead of by ``ibv_poll_cq``.
     """
     table = context.table_slot("close_device")  # the first member of the table
-    addresses = (context.address, table, local.address, remote.address)
+    addresses = (context.verbs_pointer, table, local.address, remote.address)
     pointer = _releasing().baseline_open(*addresses, min(len(local), len(remote)), count, depth)
     if not pointer:
         error = ctypes.get_errno()

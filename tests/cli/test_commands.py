@@ -83,7 +83,7 @@ def raising(error: BaseException) -> Callable[[], None]:
     ("error", "status", "message"),
     [
         (DeviceNotFoundError("mlx5_7", ["soft0"]), 3, "there is no device 'mlx5_7'; available: soft0"),
-        (LibraryNotFoundError("libibverbs.so.1"), 3, "libibverbs.so.1 cannot be loaded: on Debian"),
+        (LibraryNotFoundError("libibverbs.so.1"), 3, "libibverbs.so.1 cannot be loaded: install"),
         (UnreachableError("rdma_resolve_addr", errno.ETIMEDOUT), 3, "rdma_resolve_addr failed: ETIMEDOUT"),
         (ConnectionRefusedError(errno.ECONNREFUSED, "no"), 3, "[Errno 111] no"),
         (VerbsError("ibv_create_qp", errno.ENOMEM), 4, "ibv_create_qp failed: ENOMEM"),

@@ -1,7 +1,6 @@
 """Diagnosis of simulated machines: each problem has its code, message and commands."""
 
 import errno
-import sysconfig
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -49,16 +48,7 @@ def test_data_about_a_machine(tree: Tree) -> None:
 
 def no_libibverbs(tree: Tree) -> None:
     problem = Library(problem="libibverbs.so.1: cannot open shared object file")
-    tree.probe = Probe(libibverbs=problem, librdmacm=tree.probe.librdmacm, pyverbs=Library(problem="the same"))
-
-
-def pyverbs_problem(problem: str, *builds: str) -> Callable[[Tree], None]:
-    def change(tree: Tree) -> None:
-        tree.probe = replace(tree.probe, pyverbs=Library(problem=problem), trials={})
-        for build in builds:
-            tree.write(f"usr/lib/python3/dist-packages/pyverbs/device.{build}-x86_64-linux-gnu.so")
-
-    return change
+    tree.probe = Probe(libibverbs=problem, librdmacm=tree.probe.librdmacm)
 
 
 def crash(tree: Tree) -> None:
@@ -107,37 +97,10 @@ def remove(path: str) -> Callable[[Tree], None]:
     return lambda tree: (tree.root / path).unlink()
 
 
-SOABI = "-".join(str(sysconfig.get_config_var("SOABI")).split("-")[:2])
-LAYOUT = "this pyverbs has an unknown object layout"
-
 # A change of a machine without problems, and the resulting finding: code, subject, whether the device is unusable, part
 # of the message, part of the first command.
 CHANGES = [
     (no_libibverbs, "libibverbs-missing", "system", True, "cannot open shared", "apt-get install libibverbs1"),
-    (pyverbs_problem("No module named 'pyverbs'"), "pyverbs-missing", "system", True, "", "install python3-pyverbs"),
-    (
-        pyverbs_problem("No module named 'pyverbs'", "cpython-39", SOABI),
-        *("pyverbs-hidden", "system", True, "not visible", "ln -s /usr/lib/python3/dist-packages/pyverbs"),
-    ),
-    (
-        pyverbs_problem("No module named 'pyverbs'", "cpython-39"),
-        *(
-            "pyverbs-python",
-            "system",
-            True,
-            "is built for cpython-39",
-            "/usr/bin/python3 -m venv --system-site-packages",
-        ),
-    ),
-    (
-        pyverbs_problem("libibverbs.so.1: version `IBVERBS_PRIVATE_57' not found (required by device.so)"),
-        *("pyverbs-version", "system", True, "than the installed one, 44.0", "pip uninstall"),
-    ),
-    (
-        pyverbs_problem("device.so: undefined symbol: ibv_cmd_dealloc_pd"),
-        *("pyverbs-version", "system", True, "undefined symbol", "pip uninstall"),
-    ),
-    (pyverbs_problem("cannot import name 'x'"), "pyverbs-broken", "system", True, "name 'x'", "--reinstall"),
     (crash, "libraries-crash", "system", True, "status -11; its last line: a last word", "--reinstall libibverbs1"),
     (no_librdmacm, "librdmacm-missing", "system", False, "no such file", "install librdmacm1"),
     (not_optimized, "not-optimized", "system", False, "CFLAGS", "env -u CFLAGS pip install"),
@@ -152,7 +115,6 @@ CHANGES = [
     ),
     (refused("uverbs0", errno.EIO), "node", "rxe0", True, "Input/output error", None),
     (no_provider, "no-provider", "rxe0", True, "providers: mlx5); libibverbs says: couldn't load", "ibverbs-providers"),
-    (trial(LAYOUT), "pyverbs-layout", "rxe0", True, "use failed: this pyverbs", None),
     (trial("ibv_create_qp failed", errno.EINVAL), "use", "rxe0", True, "ibv_create_qp failed", None),
     (trial("ibv_reg_mr failed", errno.ENOMEM), "use", "rxe0", True, "ibv_reg_mr failed", None),
     (trial("ibv_reg_mr", errno.ENOMEM, 64 << 10), "memlock", "system", True, "only 64 KiB", "ulimit -l unlimited"),
@@ -186,6 +148,41 @@ def test_problem(
         assert finding.commands == ()
     else:
         assert command in finding.commands[0]
+
+
+DEBIAN = ["sudo apt-get install libibverbs1 ibverbs-providers", "sudo apt-get install librdmacm1"]
+RED_HAT = ["sudo dnf install libibverbs", "sudo dnf install librdmacm"]
+
+
+@pytest.mark.parametrize(
+    ("os_release", "commands"),
+    [
+        ('NAME="Debian GNU/Linux"\nID=debian', DEBIAN),
+        ("ID=ubuntu\nID_LIKE=debian", DEBIAN),
+        ('ID="linuxmint"\nID_LIKE="ubuntu debian"', DEBIAN),
+        ("ID=fedora", RED_HAT),
+        ('ID="rhel"\nID_LIKE="fedora"', RED_HAT),
+        ('ID="rocky"\nID_LIKE="rhel centos fedora"', RED_HAT),
+    ],
+    ids=["Debian", "Ubuntu", "Mint", "Fedora", "RHEL", "Rocky"],
+)
+def test_packages_of_missing_libraries(tree: Tree, os_release: str, commands: list[str]) -> None:
+    tree.device()
+    tree.write("etc/os-release", os_release)
+    tree.probe = Probe(libibverbs=Library(problem="no such file"), librdmacm=Library(problem="no such file"))
+    assert [command for finding in diagnose(tree.inspect()).findings for command in finding.commands] == commands
+
+
+def test_packages_on_an_unknown_distribution(tree: Tree) -> None:
+    tree.device()
+    tree.write("etc/os-release", "ID=arch")
+    no_libibverbs(tree)
+    assert the_finding(diagnose(tree.inspect())).commands == (
+        "sudo apt-get install libibverbs1 ibverbs-providers  # Debian, Ubuntu",
+        "sudo dnf install libibverbs  # Fedora, RHEL",
+    )
+    (tree.root / "etc/os-release").unlink()
+    assert len(the_finding(diagnose(tree.inspect())).commands) == 2
 
 
 @pytest.mark.parametrize(
@@ -357,13 +354,12 @@ def test_routable_gids(tree: Tree) -> None:
 
 
 def test_parsing_the_output_of_the_probe() -> None:
-    text = """{"libibverbs": {"path": "/l", "version": "44.0"}, "librdmacm": {"problem": "none"}, "pyverbs": {},
+    text = """{"libibverbs": {"path": "/l", "version": "44.0"}, "librdmacm": {"problem": "none"},
                "listed": ["rxe0"], "trials": {"rxe0": {"problem": "no", "number": 12}},
                "optimized": false}"""
     assert parse_probe(text, ("a warning",)) == Probe(
         Library("/l", "44.0"),
         Library(problem="none"),
-        Library(),
         ("rxe0",),
         {"rxe0": Trial("no", 12)},
         ("a warning",),

@@ -12,7 +12,8 @@ from click.testing import CliRunner, Result
 
 from aioverbs import LibraryNotFoundError
 from aioverbs._core.handles import handles
-from aioverbs.cli import doctor, machine, main
+from aioverbs._providers import hardware
+from aioverbs.cli import doctor, machine, main, probe
 from aioverbs.cli.machine import Trial
 from tests.cli.processes import COMMAND, environment, run_on_terminal
 from tests.cli.trees import Tree
@@ -110,11 +111,24 @@ class TestProbe:
         assert found.crash is None
         problem = None
         try:
-            handles.load_libibverbs()
+            handles.table_slot("open_device")
         except LibraryNotFoundError as error:
             problem = error.reason
         assert found.libibverbs.problem == problem
         assert problem is not None or Path(found.libibverbs.path or "").is_file()
+
+    def test_a_libibverbs_that_lacks_a_verb(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def lacks() -> list[str]:
+            raise LibraryNotFoundError("libibverbs.so.1", "undefined symbol: ibv_import_device")
+
+        monkeypatch.setattr(probe, "_library", lambda name: {"path": name, "version": "30.0"})
+        monkeypatch.setattr(hardware, "names", lacks)
+        probe.main()
+        found = machine.parse_probe(capsys.readouterr().out)
+        assert found.libibverbs.problem == "undefined symbol: ibv_import_device"
+        assert (found.librdmacm.problem, found.listed, found.trials) == (None, (), {})
 
     @pytest.mark.parametrize(
         ("script", "crash", "warnings"),

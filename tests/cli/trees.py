@@ -14,7 +14,6 @@ UNLIMITED = "Max locked memory         unlimited            unlimited           
 LIBRARIES = Probe(
     libibverbs=Library("/usr/lib/libibverbs.so.1.14.44.0", "44.0"),
     librdmacm=Library("/usr/lib/librdmacm.so.1.3.44.0", "44.0"),
-    pyverbs=Library("/usr/lib/python3/dist-packages/pyverbs"),
 )
 GOOD = Trial()
 
@@ -27,6 +26,7 @@ class Tree:
         self.probe = LIBRARIES
         self.refused: dict[str, int] = {}
         self.environment: dict[str, str] = {}
+        self.write("etc/os-release", "ID=debian")
         self.write("proc/self/limits", UNLIMITED)
         self.write("sys/class/net/lo/operstate", "unknown")
 

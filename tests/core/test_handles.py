@@ -1,5 +1,7 @@
 """The lifecycle of a handle: creation, use, destruction; parents refuse to be destroyed before their children."""
 
+import ctypes
+
 import pytest
 
 from aioverbs import BusyResourceError, ClosedResourceError, QpType
@@ -67,6 +69,8 @@ def test_every_kind_of_handle_can_be_created_used_and_destroyed(context: softwar
     for handle in family.values():
         assert not handle.closed
         assert handle.context is context
+        if handle is not context:  # all structures below a context begin with its address
+            assert ctypes.c_void_p.from_address(handle.verbs_pointer).value == context.verbs_pointer
         use(handle)
     for handle in reversed(family.values()):
         handle.destroy()

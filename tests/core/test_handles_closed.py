@@ -33,6 +33,7 @@ IDENTITY = {
     "name",
     "num_comp_vectors",
     "open",
+    "open_device",
     "parent_domain",
     "pd",
     "pd_context",
@@ -47,7 +48,7 @@ IDENTITY = {
 }
 
 # Names of these that create another handle.
-MAKERS = {"adopt", "import_device", "import_pd", "open"}
+MAKERS = {"adopt", "import_device", "import_pd", "open", "open_device"}
 
 MODIFICATIONS: dict[type, tuple[int, ...]] = {handles.QueuePair: (QpState.INIT,), handles.CompletionQueue: (0, 0)}
 
@@ -56,6 +57,7 @@ MODIFICATIONS: dict[type, tuple[int, ...]] = {handles.QueuePair: (QpState.INIT,)
 CALLS: dict[str, Callable[[Any], object]] = {
     "modify": lambda handle: handle.modify(*MODIFICATIONS.get(type(handle), ())),
     "begin_modify": lambda qp: qp.begin_modify(QpState.INIT).end(),
+    "query_gid_table": lambda context: context.query_gid_table(1),
     "resize": lambda cq: cq.resize(1),
     "set_delay": lambda context: context.set_delay(0),
     "table_slot": lambda context: context.table_slot("alloc_pd"),

@@ -20,7 +20,7 @@ def test_stub_types_match_runtime_types(inline: software.Context) -> None:
     values: list[tuple[object, type]] = [
         (assert_type(inline.name, str), str),
         (assert_type(inline.software, bool), bool),
-        (assert_type(inline.address, int), int),
+        (assert_type(inline.verbs_pointer, int), int),
         (assert_type(inline.query_device(), DeviceAttributes), DeviceAttributes),
         (assert_type(inline.query_port(), PortAttributes), PortAttributes),
         (assert_type(inline.query_gid(), bytes), bytes),

@@ -93,7 +93,7 @@ class PD(laid_out(4)):  # type: ignore[misc]
     def __init__(self, context: handles.Context) -> None:
         self.context = context
         self.mrs: list[MR] = []
-        self.pointer = _verb(context, "alloc_pd", ctypes.c_void_p, ctypes.c_void_p)(context.address)
+        self.pointer = _verb(context, "alloc_pd", ctypes.c_void_p, ctypes.c_void_p)(context.verbs_pointer)
 
     @property
     def handle(self) -> int:

@@ -2,7 +2,6 @@
 
 import errno
 import logging
-import sys
 import types
 from ipaddress import IPv6Address
 from pathlib import Path
@@ -103,21 +102,22 @@ async def test_falling_back_is_a_warning_with_the_reason(no_hardware: None, capl
 async def test_a_missing_library_is_the_reason(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def missing() -> list[str]:
+    def missing(*_: str) -> list[str]:
         raise LibraryNotFoundError("libibverbs.so.1", "no such file")
 
     monkeypatch.setattr(hardware, "names", missing)
+    monkeypatch.setattr(hardware, "open_context", missing)
     monkeypatch.delenv("AIOVERBS_DEVICE", raising=False)
     monkeypatch.setattr("aioverbs._verbs.device.kernel_devices", lambda: ["mlx5_0"])
     async with open_device():
         pass
-    assert "install the package libibverbs1" in caplog.text
+    assert "install libibverbs1" in caplog.text
     caplog.clear()
     monkeypatch.setattr("aioverbs._verbs.device.kernel_devices", list)
     async with open_device():
         pass
     assert caplog.messages == ["opening the software device soft0: there is no RDMA device"]
-    with pytest.raises(LibraryNotFoundError, match="install the package libibverbs1"):
+    with pytest.raises(LibraryNotFoundError, match="install libibverbs1"):
         await open_device("mlx5_0").open()
 
 
@@ -194,20 +194,15 @@ def test_thread_domain_budget_is_a_count() -> None:
 
 @pytest.fixture
 def unopened(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
-    """Install a pyverbs with one device that fails to open with the number in `PyverbsError.error_code`."""
-
-    class PyverbsError(Exception):
-        error_code = errno.EACCES
+    """Provide a libibverbs with one device that fails to open with the errno `number`."""
 
     def refuse(name: str) -> None:
-        raise PyverbsError(f"Failed to open device {name}")
+        raise VerbsError("ibv_open_device", fake.number)
 
     fake = types.SimpleNamespace(
-        get_device_list=lambda: [types.SimpleNamespace(name=b"mlx5_7")], Context=refuse, PyverbsError=PyverbsError
+        device_names=lambda: ["mlx5_7"], Context=types.SimpleNamespace(open_device=refuse), number=errno.EACCES
     )
-    monkeypatch.setitem(sys.modules, "pyverbs", types.ModuleType("pyverbs"))
-    monkeypatch.setitem(sys.modules, "pyverbs.pyverbs_error", fake)
-    monkeypatch.setattr(hardware, "_pyverbs_device", lambda: fake)
+    monkeypatch.setattr(hardware, "handles", fake)
     monkeypatch.delenv("AIOVERBS_DEVICE", raising=False)
     return fake
 
@@ -217,8 +212,21 @@ def test_missing_permission_is_listed_as_the_reason(unopened: types.SimpleNamesp
     assert found.name == "mlx5_7"
     assert found.problem is not None
     assert "ibv_open_device failed: EACCES" in found.problem
-    unopened.get_device_list = lambda: unopened.Context("any")
+
+
+def test_a_list_that_fails_is_empty(unopened: types.SimpleNamespace) -> None:
+    unopened.device_names = lambda: unopened.Context.open_device("any")
     assert [each.name for each in devices()] == ["soft0"]
+    with pytest.raises(VerbsError, match="EACCES"):
+        hardware.names()
+
+
+async def test_without_the_kernels_modules_there_is_no_device(unopened: types.SimpleNamespace) -> None:
+    unopened.device_names = lambda: unopened.Context.open_device("any")
+    unopened.number = errno.ENOSYS
+    assert hardware.names() == []
+    with pytest.raises(DeviceNotFoundError, match="there is no device 'mlx5_7'; available: soft0"):
+        await open_device("mlx5_7").open()
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM])
@@ -226,9 +234,9 @@ async def test_the_error_is_that_of_opening_the_device_file(
     unopened: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
 ) -> None:
     """libibverbs leaves the error number of a later attempt, which hides the reason."""
-    unopened.PyverbsError.error_code = errno.ENOENT
+    unopened.number = errno.ENOENT
     node = Path("/dev/infiniband/uverbs7")
-    monkeypatch.setattr(hardware, "device_nodes", lambda: {"mlx5_7": node})
+    monkeypatch.setattr(sysfs, "device_nodes", lambda: {"mlx5_7": node})
     monkeypatch.setattr(sysfs, "try_open", lambda path: number if path == node else 0)
     with pytest.raises(VerbsError, match=f"ibv_open_device failed: .*{node}") as caught:
         await open_device("mlx5_7").open()
@@ -243,8 +251,8 @@ async def test_the_error_is_that_of_opening_the_device_file(
 async def test_the_error_of_the_verb_stays_when_the_device_file_opens_or_is_missing(
     unopened: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    unopened.PyverbsError.error_code = errno.ENOENT
-    monkeypatch.setattr(hardware, "device_nodes", lambda: {"mlx5_7": Path("/dev/infiniband/uverbs7")})
+    unopened.number = errno.ENOENT
+    monkeypatch.setattr(sysfs, "device_nodes", lambda: {"mlx5_7": Path("/dev/infiniband/uverbs7")})
     monkeypatch.setattr(sysfs, "try_open", lambda path: number)
     with pytest.raises(VerbsError, match=r"failed: ENOENT .*: its device file is not in /dev/infiniband") as caught:
         await open_device("mlx5_7").open()

@@ -3,8 +3,7 @@
 import errno
 import ipaddress
 import re
-import sys
-import types
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -21,7 +20,7 @@ from aioverbs import (
     reconnect,
 )
 from aioverbs._core.handles import handles
-from aioverbs._providers import hardware
+from aioverbs._providers import sysfs
 from aioverbs._verbs.device import Device, devices
 from aioverbs._verbs.ports import gid_index, gid_table
 from aioverbs.gid_selection import Gid, select_gid_index
@@ -67,39 +66,16 @@ def test_a_table_with_empty_first_entries() -> None:
     assert select_gid_index(gids[1:2]) == 1
 
 
-def half(data: bytes) -> int:
-    """Return half of a GID as pyverbs does: an integer in host byte order."""
-    return int.from_bytes(data, "little" if memoryview(b"\1\0").cast("H")[0] == 1 else "big")
-
-
-class FakePyverbsContext:
-    """Fake pyverbs context of a device with two ports."""
-
-    def __init__(self, entries: list[tuple[int, Gid]]) -> None:
-        self.entries, self.asked, self.closed = entries, 0, False
-
-    def query_gid_table(self, max_entries: int) -> list[Any]:
-        self.asked = max_entries
-        return [
-            SimpleNamespace(
-                gid_subnet_prefix=half(each.gid[:8]),
-                gid_interface_id=half(each.gid[8:]),
-                gid_index=each.index,
-                gid_type=int(each.gid_type),
-                port_num=port,
-            )
-            for port, each in self.entries
-        ]
-
-    def close(self) -> None:
-        self.closed = True
-
-
 class FakePortsContext:
     """Fake context of a device with two ports."""
 
     name = "mlx5_7"
     software = False
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[int, int, bytes, int]] = []
+        self.asked = 0
+        self.error: VerbsError | None = None
 
     @property
     def attributes(self) -> Any:
@@ -108,22 +84,28 @@ class FakePortsContext:
     def query_port(self, number: int) -> Any:
         return SimpleNamespace(gid_tbl_len=16 * number)
 
+    def query_gid_table(self, max_entries: int) -> list[tuple[int, int, bytes, int]]:
+        self.asked = max_entries
+        if self.error is not None:
+            raise self.error
+        return self.entries
+
 
 @pytest.fixture
-def context(monkeypatch: pytest.MonkeyPatch) -> handles.Context:
-    error = types.ModuleType("pyverbs.pyverbs_error")
-    error.PyverbsError = type("PyverbsError", (Exception,), {})  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "pyverbs", types.ModuleType("pyverbs"))
-    monkeypatch.setitem(sys.modules, "pyverbs.pyverbs_error", error)
-    return cast(handles.Context, FakePortsContext())
+def fake() -> FakePortsContext:
+    return FakePortsContext()
 
 
-def test_each_port_has_its_own_gid(context: handles.Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = table((V1, LINK), (V2, LINK), (V2, IPV4)), table((V1, GLOBAL), (V2, GLOBAL))
-    fake = FakePyverbsContext([(1, each) for each in first] + [(2, each) for each in second])
-    monkeypatch.setattr(hardware, "_pyverbs_contexts", {context: fake})
-    assert gid_table(context, 1) == first
-    assert gid_table(context, 2) == second
+@pytest.fixture
+def context(fake: FakePortsContext) -> handles.Context:
+    return cast(handles.Context, fake)
+
+
+def test_each_port_has_its_own_gid(fake: FakePortsContext, context: handles.Context) -> None:
+    tables = {1: table((V1, LINK), (V2, LINK), (V2, IPV4)), 2: table((V1, GLOBAL), (V2, GLOBAL))}
+    fake.entries = [(port, each.index, each.gid, int(each.gid_type)) for port in tables for each in tables[port]]
+    assert gid_table(context, 1) == tables[1]
+    assert gid_table(context, 2) == tables[2]
     assert fake.asked == 16 + 32, "of both ports"
     assert (gid_index(context, 1), gid_index(context, 2)) == (2, 1)
     for port in (0, 3):
@@ -134,35 +116,42 @@ def test_each_port_has_its_own_gid(context: handles.Context, monkeypatch: pytest
         gid_index(context, 2)
 
 
-def test_a_context_not_made_by_pyverbs(context: handles.Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For example over another process's descriptor: the device is opened by pyverbs for the query."""
-    fake, opened = FakePyverbsContext([(1, each) for each in table((V2, IPV4))]), []
-
-    def opens(name: str) -> FakePyverbsContext:
-        opened.append(name)
-        return fake
-
-    monkeypatch.setattr(hardware, "_open", opens)
-    assert gid_index(context, 1) == 0
-    assert (opened, fake.closed) == (["mlx5_7"], True)
-
-
-@pytest.mark.parametrize(("code", "number"), [(-22, errno.EINVAL), (95, errno.EOPNOTSUPP), (-1, errno.EIO)])
-def test_an_error_of_pyverbs_is_raised(
-    context: handles.Context, monkeypatch: pytest.MonkeyPatch, code: int, number: int
-) -> None:
-    fake = FakePyverbsContext([])
-    error = sys.modules["pyverbs.pyverbs_error"].PyverbsError()
-    error.error_code = code
-
-    def fail(max_entries: int) -> None:
-        raise error
-
-    monkeypatch.setattr(fake, "query_gid_table", fail)
-    monkeypatch.setattr(hardware, "_pyverbs_contexts", {context: fake})
-    with pytest.raises(VerbsError, match="ibv_query_gid_table failed") as caught:
+def test_an_error_of_the_verb_is_raised(fake: FakePortsContext, context: handles.Context) -> None:
+    fake.error = VerbsError("ibv_query_gid_table", errno.EINVAL)
+    with pytest.raises(VerbsError, match="ibv_query_gid_table failed: EINVAL"):
         gid_index(context, 1)
-    assert (caught.value.errno, caught.value.__cause__) == (number, error)
+
+
+@pytest.mark.parametrize(
+    ("link_layer", "types"),
+    [("Ethernet", {"IB/RoCE v1": V1, "RoCE v2": V2}), ("InfiniBand", {"IB/RoCE v1": GidType.IB})],
+)
+def test_without_the_verb_the_table_is_read_from_the_kernels_files(
+    fake: FakePortsContext,
+    context: handles.Context,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    link_layer: str,
+    types: dict[str, GidType],
+) -> None:
+    fake.error = VerbsError("ibv_query_gid_table", errno.EOPNOTSUPP)
+    monkeypatch.setattr(sysfs, "_FOLDER", tmp_path)
+    folder = tmp_path / "mlx5_7/ports/2"
+    for name in ("gids", "gid_attrs/types"):
+        (folder / name).mkdir(parents=True)
+    (folder / "link_layer").write_text(f"{link_layer}\n")
+    (folder / "gids/0").write_text(":".join(["0000"] * 8) + "\n")  # an empty entry: reading its type fails
+    for index in (1, 2):
+        (folder / "gids" / str(index)).write_text(":".join(["0000"] * 8) + "\n")
+        (folder / "gid_attrs/types" / str(index)).write_text("\n")
+    expected = []
+    for index, (kind, known) in enumerate(types.items(), 9):  # of two digits: in the order of numbers, not of names
+        (folder / "gids" / str(index)).write_text(f"fe80:0000:0000:0000:0000:0000:0000:{index:04x}\n")
+        (folder / "gid_attrs/types" / str(index)).write_text(f"{kind}\n")
+        expected.append(Gid(index, b"\xfe\x80" + bytes(13) + bytes([index]), known))
+    assert gid_table(context, 2) == expected
+    with pytest.raises(VerbsError, match="ibv_query_gid_table failed: ENOENT"):
+        gid_table(context, 1)
 
 
 async def test_gid_table_of_the_device(device: Device) -> None:

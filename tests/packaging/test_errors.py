@@ -55,7 +55,7 @@ from aioverbs.types import QpState, QpType, WcOpcode, WcStatus
         (errors.DeviceRemovedError("the device was removed"), "the device was removed"),
         (
             errors.LibraryNotFoundError("librdmacm.so.1"),
-            "librdmacm.so.1 cannot be loaded: on Debian and Ubuntu, install the package librdmacm1",
+            "librdmacm.so.1 cannot be loaded: install librdmacm1 (Debian, Ubuntu) or librdmacm (Fedora, RHEL)",
         ),
         (errors.ForkedProcessError("soft0"), "soft0 was opened before the fork: open the device again in this process"),
         (
@@ -67,11 +67,8 @@ from aioverbs.types import QpState, QpType, WcOpcode, WcStatus
         (errors.DeviceNotFoundError("mlx5_0"), "there is no device 'mlx5_0'; available: none"),
         (
             errors.LibraryNotFoundError("libibverbs.so.1", "no such file"),
-            "libibverbs.so.1 cannot be loaded: on Debian and Ubuntu, install the package libibverbs1 (no such file)",
-        ),
-        (
-            errors.LibraryNotFoundError("pyverbs"),
-            "pyverbs cannot be loaded: on Debian and Ubuntu, install the package python3-pyverbs",
+            "libibverbs.so.1 cannot be loaded: install libibverbs1 and ibverbs-providers (Debian, Ubuntu) or "
+            "libibverbs (Fedora, RHEL) (no such file)",
         ),
         (errors.BusyResourceError("the queue pair is still open"), "the queue pair is still open"),
         (

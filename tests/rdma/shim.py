@@ -38,7 +38,7 @@ class Shim:
 
     def associate(self, xrcd: parent_domain.XrcDomain, difference: int) -> None:
         """Change the number of queues associated with an XRC domain."""
-        assert self.library.shim_associate(ctypes.c_void_p(xrcd.address), difference) == 0
+        assert self.library.shim_associate(ctypes.c_void_p(xrcd.verbs_pointer), difference) == 0
 
     def alive(self) -> dict[str, int]:
         """Return the number of live objects, without zeros."""

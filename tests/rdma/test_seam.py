@@ -14,7 +14,7 @@ from tests.rdma.seam import Pair, opened, rdma_devices
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    # Look up RDMA devices only if their tests were selected: pyverbs may be missing otherwise.
+    # Look up RDMA devices only if their tests were selected: libibverbs may be missing otherwise.
     if "device" not in metafunc.fixturenames:
         return
     wanted = metafunc.config.option.markexpr.startswith("rdma")
@@ -173,9 +173,10 @@ class TestBridge:
             assert ours.name == name
             assert ours.num_comp_vectors == theirs.num_comp_vectors
             assert ours.query_device().max_qp == theirs.query_device().max_qp
-            ours.destroy()  # destroying it closes the pyverbs context, which owns it
-            with pytest.raises(ValueError, match="closed"):
-                pyverbs_bridge.context_capsule(theirs)
+            ours.destroy()
+            assert theirs.query_device().phys_port_cnt >= 1, "the user's context stays open"
+        with pytest.raises(ValueError, match="closed"):
+            pyverbs_bridge.context_capsule(theirs)
 
     def test_other_types_are_refused(self) -> None:
         from aioverbs._core.handles import pyverbs_bridge

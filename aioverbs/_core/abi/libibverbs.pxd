@@ -15,6 +15,12 @@ cdef extern from "abi/libibverbs.h" nogil:
     union ibv_gid:
         uint8_t raw[16]
 
+    struct ibv_gid_entry:
+        ibv_gid gid
+        uint32_t gid_index
+        uint32_t port_num
+        uint32_t gid_type
+
     struct ibv_device:
         char name[64]
 
@@ -447,8 +453,16 @@ cdef extern from "abi/verbs_ops.h" nogil:
         ibv_ah *(*create_ah)(ibv_pd *, ibv_ah_attr *) noexcept nogil
         int (*destroy_ah)(ibv_ah *) noexcept nogil
 
+    struct verbs_devices:
+        ibv_device **(*get_device_list)(int *) noexcept nogil
+        void (*free_device_list)(ibv_device **) noexcept nogil
+        ibv_context *(*open_device)(ibv_device *) noexcept nogil
+        Py_ssize_t (*query_gid_table)(ibv_context *, ibv_gid_entry *, size_t, uint32_t, size_t) noexcept nogil
+
     const char *verbs_table_load(verbs_table *, const char *)
     void **verbs_table_slot(verbs_table *, const char *)
+    const char *verbs_devices_load(verbs_devices *, const char *)
+    void **verbs_devices_slot(verbs_devices *, const char *)
     int verbs_req_notify_cq(ibv_cq *, int)
     int verbs_post_send(ibv_qp *, ibv_send_wr *, ibv_send_wr **)
     int verbs_post_recv(ibv_qp *, ibv_recv_wr *, ibv_recv_wr **)

@@ -12,6 +12,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/types.h>
 
 #include "abi/libibverbs.h"
 
@@ -65,6 +66,25 @@ const char *verbs_table_load(struct verbs_table *table, const char *library);
 /* Return the address of the pointer to the exported verb ibv_<name> in `table`, or NULL. For code that intercepts
  * verbs, such as tests. */
 void **verbs_table_slot(struct verbs_table *table, const char *name);
+
+/* X(result, name, parameters): the exported verb ibv_<name>, which is for RDMA devices only. */
+#define VERBS_DEVICES(X)                                   \
+    X(struct ibv_device **, get_device_list, (int *count)) \
+    X(void, free_device_list, (struct ibv_device **))      \
+    X(struct ibv_context *, open_device, (struct ibv_device *))
+
+struct verbs_devices {
+#define X(result, name, parameters) result(*name) parameters;
+    VERBS_DEVICES(X)
+#undef X
+    /* _ibv_query_gid_table, the function behind the inline verb; NULL before rdma-core 32. */
+    ssize_t (*query_gid_table)(struct ibv_context *, struct ibv_gid_entry *, size_t max_entries, uint32_t flags,
+                               size_t entry_size);
+};
+
+/* The same for `devices`, where a library that lacks query_gid_table is accepted. */
+const char *verbs_devices_load(struct verbs_devices *devices, const char *library);
+void **verbs_devices_slot(struct verbs_devices *devices, const char *name);
 
 /* ---- Inline verbs, for any provider ---------------------------------------------------------------------- */
 

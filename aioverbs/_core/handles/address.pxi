@@ -36,6 +36,9 @@ cdef class AddressHandle(Handle):
     cdef str _destroy_name(self):
         return "ibv_destroy_ah"
 
+    cdef void *_verbs_object(self) except NULL:
+        return self.pointer
+
     cdef int _destroy_verb(self) except? -1:
         cdef int error
         with nogil:

@@ -39,6 +39,9 @@ cdef class CompletionChannel(Handle):
     cdef str _destroy_name(self):
         return "ibv_destroy_comp_channel"
 
+    cdef void *_verbs_object(self) except NULL:
+        return self.pointer
+
     cdef int _destroy_verb(self) except? -1:
         cdef int error
         with nogil:
@@ -219,6 +222,9 @@ cdef class CompletionQueue(Handle):
 
     cdef bint _refuses_overlap(self) noexcept:
         return True
+
+    cdef void *_verbs_object(self) except NULL:
+        return self.pointer
 
     cdef int _destroy_verb(self) except? -1:
         cdef int error

@@ -1,70 +1,90 @@
 # Part of handles.pyx: open devices.
 
 
-def load_libibverbs(library="libibverbs.so.1"):
-    """Check that libibverbs can be loaded and has every verb that is needed; `Context.adopt` loads it.
-
-    Return None; nothing else changes.
-
-    :param library: name of the shared library.
-    :raises LibraryNotFoundError: the library cannot be loaded, or lacks a verb.
-    """
-    cdef v.verbs_table table
-    _load(&table, library)
-
-
-cdef int _load(v.verbs_table *table, library) except -1:
-    # Fill the table from the shared library. Raise LibraryNotFoundError where that fails.
-    cdef bytes name = library.encode()
-    cdef const char *problem = v.verbs_table_load(table, name)
-    if problem:
-        raise LibraryNotFoundError(library, problem.decode(errors="replace"))
-    return 0
-
-
-# Exported verbs of libibverbs, copied into each context.
+# Exported verbs of libibverbs, copied into each context, and its functions that find and open devices.
 cdef v.verbs_table _exported
+cdef v.verbs_devices _devices
 _exporting = threading.Lock()
 cdef bint _is_exported = False
 
 
-cdef int _copy_exported(v.verbs_table *table) except -1:
-    # Copy the exported verbs, which the first call loads. Raise LibraryNotFoundError where libibverbs cannot be loaded.
+cdef int _load_exported() except -1:
+    # Load libibverbs in the first call. Raise LibraryNotFoundError where it cannot be loaded, or lacks a verb.
     global _is_exported
+    cdef const char *problem = NULL
     with _exporting:
         if not _is_exported:
-            _load(&_exported, "libibverbs.so.1")
+            problem = v.verbs_table_load(&_exported, "libibverbs.so.1")
+            if not problem:
+                problem = v.verbs_devices_load(&_devices, "libibverbs.so.1")
+            if problem:
+                raise LibraryNotFoundError("libibverbs.so.1", problem.decode(errors="replace"))
             _is_exported = True
-        table[0] = _exported
     return 0
 
 
-cdef uintptr_t _slot(v.verbs_table *table, verb) except 0:
-    # Return the address of the table's pointer to a verb. Raise ValueError where the table has no such verb.
-    cdef bytes name = verb.encode()
-    cdef void **slot = v.verbs_table_slot(table, name)
+cdef v.ibv_device **_device_list() except NULL:
+    # Return the RDMA devices, with NULL at the end; the caller frees the list. Raises as `device_names`.
+    cdef int error
+    cdef v.ibv_device **found
+    _load_exported()
+    with nogil:
+        found = _devices.get_device_list(NULL)
+        error = errno
+    if not found:
+        raise VerbsError("ibv_get_device_list", error or EIO)
+    return found
+
+
+cdef list _names_in(v.ibv_device **found):
+    names = []
+    while found[0]:
+        names.append(found[0].name.decode())
+        found += 1
+    return names
+
+
+def device_names():
+    """Return the names of the RDMA devices for which libibverbs has a provider: ``ibv_get_device_list``.
+
+    :returns: a new list of str, in the order of libibverbs.
+    :raises LibraryNotFoundError: libibverbs cannot be loaded.
+    :raises VerbsError: the verb failed.
+    """
+    cdef v.ibv_device **found = _device_list()
+    try:
+        return _names_in(found)
+    finally:
+        _devices.free_device_list(found)
+
+
+cdef uintptr_t _slot(void **slot, verb) except 0:
+    # Return the address of the pointer to a verb. Raise ValueError for NULL: the table has no such verb.
     if not slot:
         raise ValueError(f"ibv_{verb} is not in the table of exported verbs")
     return <uintptr_t>slot
 
 
 def table_slot(verb):
-    """Return the address, an int, from which contexts opened after this call copy their pointer to an exported verb.
+    """Return the address, an int, of the pointer to an exported verb that is called before there is a context, or from
+    which contexts opened after this call copy theirs.
 
-    Like `Context.table_slot`, for ``"import_device"``, which is called before there is a context.
+    Like `Context.table_slot`; also for ``"query_gid_table"``.
 
     :param verb: name without ``ibv_``.
     :raises LibraryNotFoundError: libibverbs cannot be loaded.
-    :raises ValueError: the table has no such verb.
+    :raises ValueError: there is no such verb.
     """
-    cdef v.verbs_table table
-    _copy_exported(&table)
-    return _slot(&_exported, verb)
+    cdef bytes name = verb.encode()
+    cdef void **slot
+    _load_exported()
+    slot = v.verbs_devices_slot(&_devices, name)
+    return _slot(slot or v.verbs_table_slot(&_exported, name), verb)
 
 
 cdef class Context(Handle):
-    """Open device: ``struct ibv_context``. Created by `adopt` or `import_device`; ``software.Context.open`` makes the
-    subclass for the software device.
+    """Open device: ``struct ibv_context``. Created by `open_device`, `import_device` or `adopt`;
+    ``software.Context.open`` makes the subclass for the software device.
 
     Any thread may use a context, and the objects made from it that belong to no thread domain.
     """
@@ -73,22 +93,54 @@ cdef class Context(Handle):
         self._ports = {}
 
     def __init__(self):
-        raise TypeError("use Context.adopt, Context.import_device or software.Context.open")
+        raise TypeError("use Context.open_device, Context.import_device, Context.adopt or software.Context.open")
+
+    @staticmethod
+    def open_device(str name):
+        """Open an RDMA device: ``ibv_open_device``.
+
+        :param name: one of `device_names`.
+        :returns: a new `Context`; the caller destroys it.
+        :raises DeviceNotFoundError: there is no device of that name.
+        :raises LibraryNotFoundError: libibverbs cannot be loaded.
+        :raises VerbsError: the verb failed, or ``ibv_get_device_list`` did.
+        """
+        cdef int error = 0
+        cdef v.ibv_device *device
+        cdef v.ibv_device **found = _device_list()
+        cdef Context self = Context.__new__(Context)
+        try:
+            names = _names_in(found)
+            if name not in names:
+                raise DeviceNotFoundError(name, names)
+            device = found[<size_t>names.index(name)]
+            with nogil:
+                self.pointer = _devices.open_device(device)
+                error = errno
+        finally:
+            _devices.free_device_list(found)
+        if not self.pointer:
+            raise VerbsError("ibv_open_device", error or EIO)
+        self.table = _exported
+        self.context = self
+        self._read_device_fields()
+        self._opened("")
+        return self
 
     @staticmethod
     def adopt(capsule, owner):
         """Use a context that other code opened through libibverbs.
 
         :param capsule: capsule "ibv_context *" from `pyverbs_bridge`: the address of the lender's pointer.
-        :param owner: object that contains that pointer and keeps the context open; ``close()`` is called after the
-            handle is destroyed.
-        :returns: a new `Context`; the caller destroys it.
+        :param owner: object that contains that pointer and keeps the context open.
+        :returns: a new `Context`; the caller destroys it, which leaves the context open.
         :raises LibraryNotFoundError: libibverbs cannot be loaded.
         """
         cdef Context self = Context.__new__(Context)
         self._borrow(capsule, "ibv_context *", owner)
         self.pointer = <ibv_context *>self._lent_pointer
-        _copy_exported(&self.table)
+        _load_exported()
+        self.table = _exported
         self.context = self
         self._read_device_fields()
         self._opened("")
@@ -110,7 +162,8 @@ cdef class Context(Handle):
         """
         cdef int error, own
         cdef Context self = Context.__new__(Context)
-        _copy_exported(&self.table)
+        _load_exported()
+        self.table = _exported
         # Whether a failing verb has closed its descriptor depends on how far it came. The duplicate gets a high number
         # that no other open call is given meanwhile, so that the number afterwards refers to the duplicate or to
         # nothing.
@@ -143,11 +196,12 @@ cdef class Context(Handle):
         # for none.
         return None
 
+    cdef void *_verbs_object(self) except NULL:
+        return self.pointer
+
     cdef int _destroy_verb(self) except? -1:
         cdef int error = 0
-        if self._lender is not None:
-            self._lender.close()
-        else:
+        if self._lender is None:
             with nogil:
                 error = self.table.close_device(self.pointer)
         return error
@@ -163,18 +217,6 @@ cdef class Context(Handle):
             if self.pointer.cmd_fd < 0:
                 raise VerbsError("ibv_import_device", EOPNOTSUPP)
             return fcntl.fcntl(self.pointer.cmd_fd, fcntl.F_DUPFD_CLOEXEC, 0)
-        finally:
-            self._leave()
-
-    @property
-    def address(self):
-        """Address of the ``struct ibv_context``, an int.
-
-        :raises ClosedResourceError: the context is closed.
-        """
-        self._enter()
-        try:
-            return <uintptr_t>self.pointer
         finally:
             self._leave()
 
@@ -198,7 +240,8 @@ cdef class Context(Handle):
         :param verb: name without ``ibv_``, such as ``"dealloc_pd"``.
         :raises ValueError: the table has no such verb.
         """
-        slot = _slot(&self.table, verb)
+        cdef bytes name = verb.encode()
+        slot = _slot(v.verbs_table_slot(&self.table, name), verb)
         self._enter()
         self._leave()
         return slot
@@ -337,6 +380,38 @@ cdef class Context(Handle):
             self._leave()
         self._check("ibv_query_gid", (error or EIO) if failed else 0)
         return (<char *>gid.raw)[:16]
+
+    def query_gid_table(self, int max_entries):
+        """Query the GIDs of all ports with their types: ``ibv_query_gid_table``.
+
+        :param max_entries: sum of the sizes of the ports' GID tables.
+        :returns: a new list with a tuple for each GID that is not empty: number of the port, index in the port's table,
+            the GID (16 bytes), and its type (a number of `GidType`).
+        :raises VerbsError: the verb failed; with EOPNOTSUPP where libibverbs, older than rdma-core 32, lacks the verb,
+            and for the software device.
+        """
+        cdef Py_ssize_t index, count = -EOPNOTSUPP
+        cdef v.ibv_gid_entry *entries = <v.ibv_gid_entry *>PyMem_Calloc(max_entries, sizeof(v.ibv_gid_entry))
+        if not entries:
+            raise MemoryError
+        try:
+            self._enter()
+            try:
+                if not self.software and _devices.query_gid_table:
+                    with nogil:
+                        count = _devices.query_gid_table(
+                            self.pointer, entries, max_entries, 0, sizeof(v.ibv_gid_entry)
+                        )
+            finally:
+                self._leave()
+            self._check("ibv_query_gid_table", <int>count if count < 0 else 0)
+            return [
+                (entries[index].port_num, entries[index].gid_index, (<char *>entries[index].gid.raw)[:16],
+                 entries[index].gid_type)
+                for index in range(count)
+            ]
+        finally:
+            PyMem_Free(entries)
 
     def query_pkey(self, port_num=1, index=0):
         """Query an entry of a port's partition key table: ``ibv_query_pkey``.

@@ -83,6 +83,7 @@ cdef class Handle:
     cdef void _leave_owner(self) noexcept
     cdef int _opened(self, str label) except -1
     cdef int _destroy(self) except -1
+    cdef void *_verbs_object(self) except NULL
     cdef int _destroy_verb(self) except? -1
     cdef int _borrow(self, capsule, const char *name, owner) except -1
     cdef int _drop_after_lender(self) except -1

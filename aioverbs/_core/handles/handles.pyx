@@ -52,6 +52,7 @@ from aioverbs.errors import (
     BusyResourceError,
     ClosedResourceError,
     ConcurrentAccessError,
+    DeviceNotFoundError,
     ForkedProcessError,
     BorrowedObjectClosedError,
     LibraryNotFoundError,
@@ -70,6 +71,7 @@ from aioverbs.types import (
 )
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_CheckBuffer, PyObject_GetBuffer
+from cpython.mem cimport PyMem_Calloc, PyMem_Free
 from cpython.number cimport PyNumber_Index
 from cpython.object cimport PyObject
 from cpython.pycapsule cimport PyCapsule_GetPointer
@@ -208,6 +210,28 @@ cdef class Handle:
 
     def __repr__(self):
         return f"<{self._name()}{' (closed)' if self.closed else ''}>"
+
+    @property
+    def verbs_pointer(self):
+        """Address of the verbs object, an int: of its ``struct ibv_context``, ``ibv_pd`` and so on.
+
+        For verbs that aioverbs lacks, called by other code. The address is valid until the object is destroyed, which
+        knows nothing of that code. Only the owner may pass the object to a verb.
+
+        :raises ClosedResourceError: the object is closed.
+        :raises AffinityError: the object belongs to another thread or event loop.
+        :raises ConcurrentAccessError: another call is inside the object or its thread domain.
+        :raises BusyResourceError: a modification of the queue pair is pending.
+        """
+        self._use("verbs_pointer")
+        try:
+            return <uintptr_t>self._verbs_object()
+        finally:
+            self._unuse()
+
+    cdef void *_verbs_object(self) except NULL:
+        # Return the pointer to the verbs object.
+        raise NotImplementedError
 
     # Begin a verb on the object, named by `verb`; pair each success with one _unuse. A refused call leaves no trace:
     # the object's owner may be destroying the object. Raise the errors of _enter, and those of `Affinity.check`.

@@ -28,6 +28,9 @@ cdef class ProtectionDomain(Handle):
     cdef str _destroy_name(self):
         return "ibv_dealloc_pd"
 
+    cdef void *_verbs_object(self) except NULL:
+        return self.pointer
+
     cdef int _destroy_verb(self) except? -1:
         cdef int error = 0
         cdef bint last
@@ -219,6 +222,9 @@ cdef class MemoryRegion(Handle):
 
     cdef str _dependants(self):
         return "a memory window is bound to it; unbind that first"
+
+    cdef void *_verbs_object(self) except NULL:
+        return self.pointer
 
     cdef int _destroy_verb(self) except? -1:
         cdef int error = 0

@@ -201,6 +201,9 @@ cdef class EventChannel(Handle):
     cdef str _destroy_name(self):
         return "rdma_destroy_event_channel"
 
+    cdef void *_verbs_object(self) except NULL:
+        return self.pointer
+
     cdef int _destroy_verb(self) except? -1:
         with nogil:
             _table.destroy_event_channel(self.pointer)
@@ -314,6 +317,9 @@ cdef class Identifier(Handle):
 
     cdef str _destroy_name(self):
         return "rdma_destroy_id"
+
+    cdef void *_verbs_object(self) except NULL:
+        return self.pointer
 
     cdef int _destroy_verb(self) except? -1:
         # After the verb another identifier may get the same address.

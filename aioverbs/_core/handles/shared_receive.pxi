@@ -118,6 +118,9 @@ cdef class SharedReceiveQueue(Handle):
     cdef bint _refuses_overlap(self) noexcept:
         return True
 
+    cdef void *_verbs_object(self) except NULL:
+        return self.pointer
+
     cdef int _destroy_verb(self) except? -1:
         cdef int error
         with nogil:

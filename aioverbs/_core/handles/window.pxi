@@ -35,6 +35,9 @@ cdef class MemoryWindow(Handle):
     cdef str _destroy_name(self):
         return "ibv_dealloc_mw"
 
+    cdef void *_verbs_object(self) except NULL:
+        return self.pointer
+
     cdef int _destroy_verb(self) except? -1:
         cdef int error
         with nogil:

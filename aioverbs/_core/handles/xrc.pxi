@@ -47,6 +47,9 @@ cdef class XrcDomain(Handle):
     cdef str _dependants(self):
         return "a queue pair or a shared receive queue is associated with it; destroy that first"
 
+    cdef void *_verbs_object(self) except NULL:
+        return self.pointer
+
     cdef int _destroy_verb(self) except? -1:
         cdef int error
         with nogil:
@@ -55,15 +58,3 @@ cdef class XrcDomain(Handle):
 
     cdef void _leave_parents(self) noexcept:
         self.context._leave()
-
-    @property
-    def address(self):
-        """Address of the ``struct ibv_xrcd``, an int.
-
-        :raises ClosedResourceError: the domain is closed.
-        """
-        self._enter()
-        try:
-            return <uintptr_t>self.pointer
-        finally:
-            self._leave()

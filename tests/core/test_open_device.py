@@ -1,0 +1,193 @@
+"""Opening RDMA devices, with functions in place of libibverbs' own and a context of the software device."""
+
+import contextlib
+import ctypes
+import errno
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from aioverbs import DeviceNotFoundError, LibraryNotFoundError, VerbsError
+from aioverbs._core.handles import handles
+from aioverbs._core.software import software
+
+FUNCTIONS: dict[str, Any] = {
+    "get_device_list": ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, use_errno=True),
+    "free_device_list": ctypes.CFUNCTYPE(None, ctypes.c_void_p),
+    "open_device": ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, use_errno=True),
+    "close_device": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p),
+    "query_gid_table": ctypes.CFUNCTYPE(
+        ctypes.c_ssize_t, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint32, ctypes.c_size_t
+    ),
+}
+
+
+class IbvDevice(ctypes.Structure):
+    """The beginning of ``struct ibv_device``."""
+
+    _fields_ = [
+        ("ops", ctypes.c_void_p * 2),
+        ("node_type", ctypes.c_int),
+        ("transport_type", ctypes.c_int),
+        ("name", ctypes.c_char * 64),
+    ]
+
+
+class IbvGidEntry(ctypes.Structure):
+    """``struct ibv_gid_entry``."""
+
+    _fields_ = [
+        ("gid", ctypes.c_uint8 * 16),
+        ("gid_index", ctypes.c_uint32),
+        ("port_num", ctypes.c_uint32),
+        ("gid_type", ctypes.c_uint32),
+        ("ndev_ifindex", ctypes.c_uint32),
+    ]
+
+
+class Library:
+    """Functions in place of libibverbs': two devices, and the calls that the functions received."""
+
+    def __init__(self) -> None:
+        self.devices = (IbvDevice(name=b"mlx5_1"), IbvDevice(name=b"mlx5_0"))
+        self.list: Any = (ctypes.c_void_p * 3)(*map(ctypes.addressof, self.devices), None)
+        self.context: int | None = None
+        self.error = 0
+        self.calls: list[tuple[str, int]] = []
+
+    def get_device_list(self, count: int | None) -> int | None:
+        assert count is None
+        ctypes.set_errno(self.error)
+        return ctypes.addressof(self.list) if self.list is not None else None
+
+    def free_device_list(self, found: int) -> None:
+        assert found == ctypes.addressof(self.list)
+        self.calls.append(("free", 0))
+
+    def open_device(self, device: int) -> int | None:
+        self.calls.append(("open", [ctypes.addressof(each) for each in self.devices].index(device)))
+        ctypes.set_errno(self.error)
+        return self.context
+
+    def close_device(self, context: int) -> int:
+        assert context == self.context
+        self.calls.append(("close", 0))
+        return 0
+
+
+@contextlib.contextmanager
+def replaced(name: str, function: Callable[..., object] | None) -> Iterator[None]:
+    """Put a function in the place of libibverbs' own; None: libibverbs lacks it."""
+    try:
+        place = ctypes.c_void_p.from_address(handles.table_slot(name))
+    except LibraryNotFoundError:
+        pytest.skip("there is no libibverbs")
+    before, callback = place.value, FUNCTIONS[name](function) if function is not None else None
+    place.value = ctypes.cast(callback, ctypes.c_void_p).value if callback is not None else None
+    try:
+        yield
+    finally:
+        place.value = before
+
+
+@pytest.fixture
+def library() -> Iterator[Library]:
+    fake = Library()
+    with contextlib.ExitStack() as stack:
+        for name in ("get_device_list", "free_device_list", "open_device", "close_device"):
+            stack.enter_context(replaced(name, getattr(fake, name)))
+        yield fake
+
+
+@pytest.fixture
+def soft() -> Iterator[software.Context]:
+    context = software.Context.open()
+    yield context
+    context.destroy()
+
+
+@pytest.fixture
+def context(library: Library, soft: software.Context) -> Iterator[handles.Context]:
+    """A context that the replaced functions opened: a second handle of the software device's."""
+    library.context = soft.verbs_pointer
+    context = handles.Context.open_device("mlx5_1")
+    yield context
+    context.destroy()
+
+
+def test_devices_are_listed_in_the_order_of_libibverbs(library: Library) -> None:
+    assert handles.device_names() == ["mlx5_1", "mlx5_0"]
+    assert library.calls == [("free", 0)]
+
+
+@pytest.mark.parametrize(("number", "raised"), [(errno.ENOSYS, errno.ENOSYS), (0, errno.EIO)])
+def test_a_list_that_fails(library: Library, number: int, raised: int) -> None:
+    library.list, library.error = None, number
+    for verb in (handles.device_names, lambda: handles.Context.open_device("mlx5_0")):
+        with pytest.raises(VerbsError, match="ibv_get_device_list") as caught:
+            verb()
+        assert caught.value.errno == raised
+    assert library.calls == []
+
+
+def test_a_name_that_is_not_listed(library: Library) -> None:
+    with pytest.raises(DeviceNotFoundError, match="no device 'mlx5_7'; available: mlx5_1, mlx5_0"):
+        handles.Context.open_device("mlx5_7")
+    assert library.calls == [("free", 0)]
+
+
+@pytest.mark.parametrize(("number", "raised"), [(errno.EACCES, errno.EACCES), (0, errno.EIO)])
+def test_a_device_that_cannot_be_opened(library: Library, number: int, raised: int) -> None:
+    library.error = number
+    before = handles.open_handles()
+    with pytest.raises(VerbsError, match="ibv_open_device") as caught:
+        handles.Context.open_device("mlx5_0")
+    assert caught.value.errno == raised
+    assert library.calls == [("open", 1), ("free", 0)]
+    assert handles.open_handles() == before
+
+
+def test_an_opened_device_is_closed_once(library: Library, soft: software.Context, context: handles.Context) -> None:
+    assert (context.name, context.software) == ("soft0", False), "of the structure that the verb returned"
+    assert context.verbs_pointer == soft.verbs_pointer
+    assert library.calls == [("open", 0), ("free", 0)]
+    context.destroy()
+    context.destroy()
+    assert library.calls == [("open", 0), ("free", 0), ("close", 0)]
+
+
+def test_the_gid_table(context: handles.Context) -> None:
+    def query(pointer: int, entries: int, count: int, flags: int, size: int) -> int:
+        assert (pointer, count, flags, size) == (context.verbs_pointer, 3, 0, ctypes.sizeof(IbvGidEntry))
+        for position in range(2):
+            entry = IbvGidEntry.from_address(entries + position * size)
+            entry.gid[:] = range(position, 16 + position)
+            entry.port_num, entry.gid_index, entry.gid_type = 1 + position, 7, 2
+        return 2
+
+    with replaced("query_gid_table", query):
+        found = context.query_gid_table(3)
+    assert found == [(1, 7, bytes(range(16)), 2), (2, 7, bytes(range(1, 17)), 2)]
+
+
+@pytest.mark.parametrize(("fails", "number"), [(lambda *_: -errno.EINVAL, errno.EINVAL), (None, errno.EOPNOTSUPP)])
+def test_a_gid_table_that_cannot_be_read(
+    context: handles.Context, fails: Callable[..., object] | None, number: int
+) -> None:
+    with replaced("query_gid_table", fails), pytest.raises(VerbsError, match="ibv_query_gid_table") as caught:
+        context.query_gid_table(3)
+    assert caught.value.errno == number
+
+
+def test_libibverbs_is_not_asked_about_the_software_device(soft: software.Context) -> None:
+    def query(*_: int) -> int:
+        raise AssertionError("its functions crash on contexts of others")
+
+    with replaced("query_gid_table", query), pytest.raises(VerbsError, match="EOPNOTSUPP"):
+        soft.query_gid_table(3)
+
+
+def test_only_verbs_of_the_tables_have_a_slot() -> None:
+    with pytest.raises(ValueError, match="ibv_reg_dmabuf_mr is not in the table"), replaced("reg_dmabuf_mr", None):
+        pass

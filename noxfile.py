@@ -62,7 +62,7 @@ DIFFERENTIAL_SEEDS = "10"  # of 60; for the tests that compare soft-RoCE with th
 RDMA_LIMIT_S = 2100
 SOAK_LIMIT_S = 7200
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
-RELEASES = ("trixie", "forky")  # Debian releases with newer versions of rdma-core and pyverbs
+RELEASES = ("trixie", "forky")  # Debian releases with newer versions of rdma-core and Python
 THREAD = "-fsanitize=thread -fno-omit-frame-pointer -O1 -g"
 # Tests spend much of their time asleep or waiting for other processes, so they run in parallel. Only a few at once,
 # since they have time limits.
@@ -550,22 +550,27 @@ def build(session: nox.Session) -> None:
 def run_on_release(
     session: nox.Session, release: str, vm: tuple[str, ...], env: dict[str, str], limit: str, tests: tuple[str, ...]
 ) -> None:
-    """Run tests in the virtual machine with rdma-core, pyverbs and Python of a later Debian release."""
+    """Run tests in the virtual machine with rdma-core of a later Debian release: in this session's Python, then in the
+    release's own, which its pyverbs is built for."""
     probe = env["AIOVERBS_TEST_PROBE"]
-    printed = session.run("python", "tests/rdma/vm_release.py", release, ".cache/rdma-vm", probe, silent=True)
+    code = "import os, sys; print(os.path.realpath(sys._base_executable))"
+    same = str(session.run("python", "-c", code, silent=True)).strip()
+    printed = session.run("python", "tests/rdma/vm_release.py", release, ".cache/rdma-vm", probe, same, silent=True)
     programs = Path(str(printed).splitlines()[-1])
     root = programs.parents[1]
-    environment = folder(session, release)
-    session.run(str(programs / "python"), "-m", "venv", "--clear", "--without-pip", str(environment), external=True)
-    python = str(environment / "bin" / "python")
-    session.run("python", "-m", "pip", "--python", python, "install", "-q", "pip", silent=True)
-    session.env["CPATH"] = str(root / "usr" / "include")
-    install_project(session, *group("test"), python=python)
-    session.run(python, "tests/rdma/pyverbs_path.py", f"{root}/usr/lib/python3/dist-packages/pyverbs", external=True)
     env = {**env, "AIOVERBS_TEST_PROBE": str(programs / Path(probe).name), "AIOVERBS_RDMA_RELEASE": str(root)}
     settings = [part for name, value in env.items() for part in ("--env", f"{name}={value}")]
-    command = ("sh", "tests/rdma/vm_release.sh", str(root), python, *tests)
-    session.run(*vm, *settings, "--timeout", limit, "--", *command)
+    for name in (Path(same).name, "python"):
+        environment = folder(session, f"{release}-{name}")
+        session.run(str(programs / name), "-m", "venv", "--clear", "--without-pip", str(environment), external=True)
+        python = str(environment / "bin" / name)
+        session.run("python", "-m", "pip", "--python", python, "install", "-q", "pip", silent=True)
+        if name == "python":
+            session.env["CPATH"] = str(root / "usr" / "include")
+        install_project(session, *group("test"), python=python)
+        session.env.pop("CPATH", None)
+        command = ("sh", "tests/rdma/vm_release.sh", str(root), python, *tests)
+        session.run(*vm, *settings, "--timeout", limit, "--", *command)
 
 
 def bench_program(session: nox.Session) -> str:
@@ -582,8 +587,8 @@ def rdma(session: nox.Session) -> None:
     """Run `pytest -m rdma` on this machine's RDMA device, else on soft-RoCE in a virtual machine; `-- --shell`.
 
     The virtual machine is emulated and slow, so only the tests whose result depends on the kernel or the provider run
-    there; `-- --all` runs all. `-- --matrix` also runs the tests of RDMA devices there with rdma-core and pyverbs of
-    later Debian releases.
+    there; `-- --all` runs all. `-- --matrix` also runs the tests of RDMA devices there with rdma-core of later Debian
+    releases, in this Python and in theirs.
 
     These run something else instead: `-- --soak` the long tests (10,000 connects and disconnects, and storms of
     operations); `-- --bench` the benchmarks on RDMA devices, `-- --bench window` some of them; `-- --power-cuts` 50
@@ -597,9 +602,8 @@ def rdma(session: nox.Session) -> None:
     bench = "--bench" in session.posargs
     needed = ("rdma-bench",) if bench else ("test", "arrays", "services", "storage")
     install_project(session, *(each for name in needed for each in group(name)))
-    if not here:  # also installs the distribution's packages for the tests, such as pyverbs
+    if not here:  # also installs the distribution's packages for the tests
         session.run(*vm, "--prepare")
-    session.run("python", "tests/rdma/pyverbs_path.py")
     if "--power-cuts" in session.posargs:
         if here:
             session.error("--power-cuts needs the virtual machine, which is not used on a machine with an RDMA device")

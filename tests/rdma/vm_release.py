@@ -1,9 +1,10 @@
-"""rdma-core, pyverbs and Python of a later Debian release, unpacked next to this system, but not installed.
+"""rdma-core, Python and pyverbs of a later Debian release, unpacked next to this system, but not installed.
 
     python tests/rdma/vm_release.py trixie DIR [PROGRAM ...]
 
 The script prints a folder of programs that use that release's C library, loader and libraries: `python`, with an
-environment made by `python -m venv --without-pip`, the examples of rdma-core, and the given programs of this system.
+environment made by `python -m venv --without-pip`, the examples of rdma-core, and the given programs of this system,
+such as its Python, for an environment made in the same way.
 `vm_release.sh` lets them find their providers in the guest.
 """
 
@@ -51,7 +52,9 @@ class Release:
         return self.root / "usr/run"
 
     def add(self, program: Path) -> None:
-        """Add a program of this system, to run with the release's libraries."""
+        """Add a program of this system, to run with the release's libraries; not a Python that the release has."""
+        if program.name == self.python:
+            return
         for link, target in ((self.root / "usr/bin", program), (self.programs, Path(self.python))):
             (link / program.name).unlink(missing_ok=True)
             (link / program.name).symlink_to(target)

@@ -1,4 +1,4 @@
-# What aioverbs uses of pyverbs.mr.
+# What aioverbs and its tests use of pyverbs.mr.
 
 from typing import Self
 

@@ -1,4 +1,5 @@
-# What aioverbs uses of pyverbs.pd. PD.pd is left out on purpose: reading it takes a C struct for a Python object.
+# What aioverbs and its tests use of pyverbs.pd. PD.pd is left out on purpose: reading it takes a C struct for a
+# Python object.
 
 from typing import Self
 
@@ -10,9 +11,3 @@ class PD(PyverbsCM):
     def __enter__(self) -> Self: ...
     @property
     def handle(self) -> int: ...
-
-class ParentDomainInitAttr:
-    def __init__(self, pd: PD) -> None: ...
-
-class ParentDomain(PD):
-    def __init__(self, context: Context, attr: ParentDomainInitAttr) -> None: ...

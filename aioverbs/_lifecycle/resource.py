@@ -298,7 +298,7 @@ class HandleResource(Resource, Generic[H]):
 
     @property
     def handle(self) -> H:
-        """Handle in the compiled core that wraps the verbs object of this resource.
+        """Handle in the compiled core that wraps the verbs object; its ``verbs_pointer`` is the object's address.
 
         :raises ClosedResourceError: the resource is not open.
         :raises ForkedProcessError: the resource was opened in the process that this one was forked from.

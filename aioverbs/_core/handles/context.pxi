@@ -122,9 +122,13 @@ cdef class Context(Handle):
         if not self.pointer:
             raise VerbsError("ibv_open_device", error or EIO)
         self.table = _exported
-        self.context = self
-        self._read_device_fields()
-        self._opened("")
+        try:
+            self.context = self
+            self._read_device_fields()
+            self._opened("")
+        except BaseException:
+            self._destroy_verb()
+            raise
         return self
 
     @staticmethod

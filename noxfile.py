@@ -136,7 +136,7 @@ def install_project(
     env = {"DIST_EXTRA_CONFIG": str(config), **flags}
     with (products / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        session.run(python, "-m", "pip", "install", "-q", *requirements, ".", env=env, silent=True, external=True)
+        session.run(python, "-m", "pip", "install", "-q", *requirements, ".[cli]", env=env, silent=True, external=True)
     return products
 
 

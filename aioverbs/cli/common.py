@@ -10,7 +10,6 @@ import math
 import os
 import signal
 from collections.abc import Callable, Coroutine
-from enum import IntEnum
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -18,6 +17,7 @@ import click
 
 from aioverbs._monitoring.jsonable import to_jsonable
 from aioverbs._providers.sysfs import kernel_devices
+from aioverbs.cli.status import Status
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,28 +40,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _PIPE_COLUMNS = 1_000  # columns if the output is not a terminal, so that tables are not cut
-
-
-class Status(IntEnum):
-    """Exit statuses of all commands."""
-
-    OK = 0
-    """The command succeeded, and the checked condition holds."""
-
-    NO = 1
-    """The command succeeded, and the checked condition does not hold: a device is unusable, answers were lost."""
-
-    USAGE = 2
-    """The command line is invalid. Same value as `click.UsageError.exit_code`."""
-
-    NOT_FOUND = 3
-    """A device, peer or process named by the caller does not exist or is unreachable."""
-
-    FAILED = 4
-    """The command failed; a line on standard error gives the reason."""
-
-    INTERRUPTED = 130
-    """Ctrl-C interrupted the command before it had a result."""
 
 
 # ---- Options and arguments

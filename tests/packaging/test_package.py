@@ -70,9 +70,13 @@ def test_version() -> None:
 
 
 def test_import_is_light() -> None:
-    """Importing aioverbs imports anyio and no other module of the package or of Python."""
-    code = "import anyio, sys; before = set(sys.modules); import aioverbs; print(*sorted(set(sys.modules) - before))"
-    assert run(code) == "aioverbs aioverbs._exports"
+    """Importing aioverbs imports no module but two of its own, in a fraction of the time that anyio takes."""
+    code = (
+        "import sys, time; start = time.perf_counter(); import anyio; between = time.perf_counter()\n"
+        "before = set(sys.modules); import aioverbs; end = time.perf_counter()\n"
+        "print(*sorted(set(sys.modules) - before), end - between < min(0.06, between - start))"
+    )
+    assert run(code) == "aioverbs aioverbs._exports True"
 
 
 def test_the_package_is_typed_and_contains_no_sources() -> None:

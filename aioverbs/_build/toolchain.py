@@ -37,7 +37,7 @@ def missing() -> str | None:
             f"install the package python{version}-dev (`apt-get install python{version}-dev` on Debian and Ubuntu)."
         )
     probe = subprocess.run(
-        [*command, *(f"-I{directory}" for directory in include), "-fsyntax-only", "-x", "c", "-"],
+        [*command, *(f"-I{directory}" for directory in include), "-E", "-x", "c", "-"],
         input=_PROBE,
         capture_output=True,
         text=True,

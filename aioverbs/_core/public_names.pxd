@@ -2,8 +2,10 @@
 
 from cpython.object cimport Py_TPFLAGS_HEAPTYPE, PyTypeObject
 from cpython.ref cimport Py_INCREF
-from cpython.type cimport PyType_HasFeature
 from cpython.unicode cimport PyUnicode_AsUTF8
+
+cdef extern from "Python.h":
+    bint PyType_HasFeature(PyTypeObject *type, unsigned long feature)
 
 
 cdef inline int publish(list names, dict module) except -1:
@@ -15,7 +17,7 @@ cdef inline int publish(list names, dict module) except -1:
         value = module[name]
         if not isinstance(value, type):
             continue
-        if PyType_HasFeature(value, Py_TPFLAGS_HEAPTYPE):
+        if PyType_HasFeature(<PyTypeObject *>value, Py_TPFLAGS_HEAPTYPE):
             value.__module__ = "aioverbs"
             continue
         full = f"aioverbs.{name}"

@@ -26,7 +26,7 @@ SOFT_THREAD_LOCAL uint32_t soft_thread_id_cached;
 
 uint32_t soft_thread_id_query(void)
 {
-    soft_thread_id_cached = (uint32_t)gettid();
+    soft_thread_id_cached = (uint32_t)syscall(SYS_gettid); /* gettid() needs glibc 2.30 */
     return soft_thread_id_cached;
 }
 

@@ -2,6 +2,7 @@
 
 import fcntl
 import hashlib
+import json
 import os
 import platform
 import shutil
@@ -75,10 +76,11 @@ NATIVE_CODE_TESTS = [
     for name in ("core", "data_path", "data_path_endings", "manager", "fabric", "sharing", "connections", "pool")
 ]
 ARM64_COMPILER = "aarch64-linux-gnu-gcc"
-# Tests that `nox -s aarch64` runs: those that exercise C and Cython, and memory shared by processes.
-ARM64_TESTS = [f"tests/{name}" for name in ("core", "data_path", "data_path_endings", "sharing")]
-ARM64_TESTS += [f"tests/manager/test_{name}.py" for name in ("buffers", "cq_wakeups", "domains", "limits", "memory")]
-ARM64_TESTS += [f"tests/connections/test_{name}.py" for name in ("grants", "messages", "pure")]
+# Tests that run for each wheel and under emulation: those that exercise C and Cython, and memory shared by processes.
+CORE_TESTS = [f"tests/{name}" for name in ("core", "data_path", "data_path_endings", "sharing")]
+CORE_TESTS += [f"tests/manager/test_{name}.py" for name in ("buffers", "cq_wakeups", "domains", "limits", "memory")]
+CORE_TESTS += [f"tests/connections/test_{name}.py" for name in ("grants", "messages", "pure")]
+EMULATED = {"AIOVERBS_TEST_EMULATED": "1", "AIOVERBS_TEST_PACE": "4"}
 
 
 def group(name: str) -> tuple[str, ...]:
@@ -421,6 +423,12 @@ def install_for_arm64(session: nox.Session, programs: Path) -> str:
     return python
 
 
+def core_of_pytest(python: str) -> tuple[str, ...]:
+    """Return the command that runs pytest on `CORE_TESTS`, which follow it, with an interpreter that may be slow."""
+    pytest = (python, "-P", "-m", "pytest", *PARALLEL, "-p", "no:cacheprovider", "-m", SANITIZER_MARKERS)
+    return (*pytest, "-o", "timeout=300")
+
+
 @nox.session
 def aarch64(session: nox.Session) -> None:
     """Run the C programs and a core of pytest for arm64 under Debian's qemu-user; `-- tests/core` runs only that.
@@ -439,10 +447,8 @@ def aarch64(session: nox.Session) -> None:
     if not session.posargs:
         run_native(session, "plain", str(programs / "run"), env={"CC": ARM64_COMPILER, "CFLAGS": "-DWAIT_S=40"})
     python = install_for_arm64(session, programs)
-    env = {"AIOVERBS_TEST_EMULATED": "1", "AIOVERBS_TEST_PACE": "4"}
-    tests = () if any(each.startswith("tests") for each in session.posargs) else ARM64_TESTS
-    pytest = (python, "-P", "-m", "pytest", *PARALLEL, "-p", "no:cacheprovider", "-m", SANITIZER_MARKERS)
-    session.run(*pytest, "-o", "timeout=300", *session.posargs, *tests, env=env, external=True)
+    tests = () if any(each.startswith("tests") for each in session.posargs) else CORE_TESTS
+    session.run(*core_of_pytest(python), *session.posargs, *tests, env=EMULATED, external=True)
 
 
 @nox.session
@@ -528,23 +534,65 @@ def soak(session: nox.Session) -> None:
     session.run("python", "-P", "-X", "faulthandler", "tests/soak/soak.py", *session.posargs)
 
 
+def try_wheel(session: nox.Session, wheel: Path, python: str) -> None:
+    """Install a wheel without extras and use it; then install its command and run that.
+
+    :param python: the interpreter of an empty environment.
+    """
+    pip = ("python", "-m", "pip", "--python", python, "install", "-q")
+    session.run(*pip, str(wheel), silent=True)
+    session.run(python, "-P", "tests/wheels/try_wheel.py", external=True)
+    session.run(*pip, f"{wheel}[cli]", silent=True)
+    session.run(python, "-P", "-m", "aioverbs.cli", "demo", "--size", "8", external=True)
+
+
 @nox.session
 def build(session: nox.Session) -> None:
-    """Build the sdist and the wheel, and test the wheel in an empty environment outside of the tree."""
+    """Build the sdist without git, wheels from it with gcc and with clang, and try each in an empty environment."""
     session.install(*group("build"))
     with tempfile.TemporaryDirectory(prefix="aioverbs-build-") as outside:
-        config = Path(outside, "setup.cfg")
-        config.write_text(f"[egg_info]\negg_base = {outside}\n")
-        env = {"DIST_EXTRA_CONFIG": str(config)}
-        session.run("python", "-m", "build", "--outdir", f"{outside}/dist", *session.posargs, env=env, silent=True)
-        session.run("python", "tests/checks/distributions.py", f"{outside}/dist")
-        session.run("python", "-m", "venv", f"{outside}/venv")
-        python = f"{outside}/venv/bin/python"
-        (wheel,) = Path(outside, "dist").glob("*.whl")
-        session.run(python, "-m", "pip", "install", "-q", str(wheel), external=True)
-        with session.chdir(outside):
-            session.run(python, "-c", "import aioverbs; print(aioverbs.__version__, aioverbs.__file__)", external=True)
-            session.run(f"{outside}/venv/bin/aioverbs", "demo", "--size", "8", external=True)
+        tree, dist = Path(outside, "tree"), Path(outside, "dist")
+        shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", ".nox", ".venv", ".cache", ".*_cache"))
+        session.run("python", "-m", "build", "--sdist", "--outdir", str(dist), str(tree), silent=True)
+        (sdist,) = dist.iterdir()
+        compilers = [each for each in ("gcc", "clang") if shutil.which(each)]
+        for compiler in compilers:
+            made = Path(outside, compiler)
+            command = ("python", "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(made), str(sdist))
+            session.run(*command, env={"CC": compiler}, silent=True)
+            (wheel,) = made.iterdir()
+            session.run("python", "tests/checks/distributions.py", str(sdist), str(wheel))
+            session.run("python", "-m", "venv", "--without-pip", f"{made}/venv")
+            try_wheel(session, wheel, f"{made}/venv/bin/python")
+        session.log(f"built with {' and '.join(compilers)}")
+
+
+@nox.session
+def wheels(session: nox.Session) -> None:
+    """Build the manylinux wheels of a release, and try each; `-- 3.13-aarch64` only that one.
+
+    They are for each CPython of this machine or of a Debian release; others are named and left out. zig, from PyPI,
+    compiles them for the C library of manylinux_2_28. Each is installed in an empty environment and used, and runs a
+    core of pytest: for x86_64 natively, for aarch64 under Debian's qemu-user.
+    """
+    session.install(*group("wheels"), *PYPROJECT["build-system"]["requires"])
+    dist = folder(session, "dist")
+    shutil.rmtree(dist)
+    dist.mkdir()
+    command = ("python", "tests/wheels/build.py", str(folder(session, "pythons")), str(dist), *session.posargs)
+    printed = str(session.run(*command, silent=True, stderr=None))
+    made = [json.loads(line) for line in printed.splitlines()]
+    session.run("python", "tests/checks/distributions.py", *(each["wheel"] for each in made))
+    for each in made:
+        session.log(f"trying {each['name']}")
+        environment = folder(session, "environments") / each["name"]
+        session.run(each["program"], "-m", "venv", "--clear", "--without-pip", str(environment), external=True)
+        python = str(environment / "bin" / "python")
+        try_wheel(session, Path(each["wheel"]), python)
+        session.run("python", "-m", "pip", "--python", python, "install", "-q", *group("test"), silent=True)
+        emulated = each["name"].endswith("aarch64")
+        session.run(*core_of_pytest(python), *CORE_TESTS, env=EMULATED if emulated else {}, external=True)
+    session.log(f"{dist}")
 
 
 def run_on_release(

@@ -24,7 +24,7 @@ loses it within a second or two, even for a volume that it has open.
 
 Where to start: server.py shows how the parts fit together, client.py is the API for programs, commits.py and
 backings.py explain why a flush is durable, catalog.py and volume_store.py explain how interrupted changes are completed
-or undone. The package needs msgspec and prometheus-client.
+or undone. The package needs click, msgspec, prometheus-client and rich.
 
 Limits: one server serves a volume. If the disk fails under a mapping, a signal ends the server, as for any process
 whose mapped file cannot be read. A full disk does not: all blocks of a volume are allocated when it is created. The

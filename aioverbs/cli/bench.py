@@ -75,8 +75,8 @@ def bench(
     Message models that poll need one processor for each process, or two with the software device. With fewer
     processors, the processes wait for each other.
 
-    The exit status is 0 if all devices and streams were measured, 1 if any of them failed, and 3 if a device named by
-    --device does not exist.
+    The exit status is 0 if all devices and streams were measured, 1 if some of them failed, and 3 if all of them
+    failed, if the second process ended, or if a device named by --device does not exist.
     """
     if plot is not None:
         _check_plot(plot)
@@ -107,7 +107,7 @@ class _NotInstalledError(click.ClickException):
 
 
 def _check_plot(path: Path) -> None:
-    """Check that the plot can be drawn, before the measurement starts.
+    """Check that the plot can be drawn to ``path``, before the measurement starts.
 
     :raises click.BadParameter: the file's extension is unsupported, or its directory does not exist.
     :raises click.ClickException: matplotlib is not installed.
@@ -133,7 +133,7 @@ def _measure(operations: "Sequence[Operation]", named: "Sequence[str]", model: s
     :returns: the report; its problems include the devices in ``named`` that cannot be used.
     :raises DeviceNotFoundError: a device in ``named`` does not exist.
     :raises ConnectionError: the peer process ended, or all devices and streams failed.
-    :raises OSError: the peer process cannot be started.
+    :raises OSError: the peer process cannot be started, or a device can be opened but not queried.
     :raises TimeoutError: the benchmark took too long, or the peer process did not answer.
     """
     from aioverbs._verbs.completion_queue import MessageModel
@@ -192,7 +192,9 @@ def _to_json(report: "Report", message_model: str) -> dict[str, Any]:
 
 
 def tables(report: "Report") -> "Iterator[Table]":
-    """Yield two rich tables for each operation in the report: for one operation at a time, and for many at a time."""
+    """Yield two rich tables for each kind of operation in the report: one for the measurements with one operation in
+    flight, and one for those with several. A table is empty if there are no such measurements.
+    """
     for operation in dict.fromkeys(figure.operation for figure in report.figures):
         own = [figure for figure in report.figures if figure.operation == operation]
         single = [figure for figure in own if figure.window == 1]
@@ -224,8 +226,8 @@ def _table(title: str, figures: "Sequence[Figure]", contenders: "Sequence[str]")
 
 
 def _text(figure: Figure | None, fastest: Figure) -> "Text":
-    """Return the text of a table cell: the duration of an operation if operations were run one at a time, otherwise the
-    rate; then the speed relative to TCP, if TCP was measured.
+    """Return the content of a table cell as a rich `Text`: the duration of an operation if operations were run one at a
+    time, otherwise the rate; then the speed relative to TCP, if TCP was measured.
 
     :param figure: measurement to show; None if there is none, which gives ``"-"``.
     :param fastest: measurement that is shown in green.

@@ -40,6 +40,7 @@ async def _open_endpoint(
     All of them are closed when the block ends.
 
     :raises DeviceNotFoundError: no device has that name.
+    :raises ValueError: an environment variable of the software device, or the address in its name, is invalid.
     :raises OSError: the device is unusable, or memory cannot be registered.
     """
     async with (
@@ -75,8 +76,9 @@ class DeviceClient:
 
         A message completes when the peer's answer has arrived and has been checked.
 
-        :raises WorkCompletionError: the operation failed.
+        :raises WorkCompletionError: a write or read failed; the connection is then broken.
         :raises BrokenResourceError: the connection broke.
+        :raises ClosedResourceError: the connection is closed.
         :raises ValueError: the answer to a message is wrong.
         :raises anyio.EndOfStream: the peer process closed the connection.
         """
@@ -89,7 +91,7 @@ class DeviceClient:
     async def run_many(self, operation: Operation, size: int, window: int, count: int) -> None:
         """Run ``count`` operations of ``size`` bytes, at most ``window`` of them in flight; wait until all complete.
 
-        Raises the same exceptions as `run_one`.
+        This raises the same exceptions as `run_one`; operations that are in flight then continue.
         """
         if operation == "send":
             await self._exchange_messages(size, window, count)
@@ -105,7 +107,9 @@ class DeviceClient:
     def _post(self, operation: Operation, size: int, slot: int) -> Awaitable[None]:
         """Post a write or a read of ``size`` bytes at slot number ``slot`` of the memory on both sides.
 
-        :returns: the operation, to be awaited by the caller.
+        :returns: the operation, to be awaited by the caller; this raises `WorkCompletionError` if the operation fails.
+        :raises BrokenResourceError: the connection is broken.
+        :raises ClosedResourceError: the connection is closed.
         """
         span = slice(slot * size, (slot + 1) * size)
         if operation == "write":
@@ -115,7 +119,7 @@ class DeviceClient:
     async def _exchange_messages(self, size: int, window: int, count: int) -> None:
         """Send ``count`` messages, at most ``window`` of them unanswered, and check the answers.
 
-        Raises the same exceptions as `run_one`.
+        This raises the same exceptions as `run_one`.
         """
         send, receive, memory = self._connection.send, self._connection.receive, self.memory
         for index in range(min(window, count)):
@@ -138,7 +142,9 @@ async def device_client(name: str, model: MessageModel, port: int, secret: bytes
     :param port: TCP port on the loopback address at which the peer process listens.
     :param secret: shared secret of both processes.
     :raises DeviceNotFoundError: no device has that name.
-    :raises OSError: the device is unusable, or the connection failed.
+    :raises ValueError: an environment variable of the software device, or the address in its name, is invalid.
+    :raises OSError: the device is unusable, or the connection cannot be made, for example because one end does not know
+        the secret.
     :raises BrokenResourceError: the connection broke.
     :raises anyio.EndOfStream: the peer process closed the connection.
     """
@@ -168,7 +174,8 @@ class DeviceServer:
         :param connection: connection to the peer.
         :param outgoing: region that the peer may read.
         :param incoming: region that the peer may write.
-        :raises BrokenResourceError: the connection broke.
+        :raises BrokenResourceError: the connection broke before both grants were sent.
+        :raises VerbsError: a memory window cannot be bound.
         """
         self._connection = connection
         await connection.grant(outgoing, AccessFlags.REMOTE_READ)
@@ -176,7 +183,7 @@ class DeviceServer:
         await asyncio.Event().wait()
 
     async def start_turn(self, operation: Operation) -> None:
-        """Start a turn of an operation: if the operation is ``"send"``, start a task that answers messages.
+        """Start a turn of ``operation``: if it is ``"send"``, start a task that answers messages; otherwise do nothing.
 
         There is no such task in other turns, because some message models poll while a call waits for a message.
         """
@@ -186,7 +193,8 @@ class DeviceServer:
     async def end_turn(self) -> None:
         """End a turn: cancel the task that answers messages, if there is one, and wait until it has ended.
 
-        If that task failed because the connection is closed or broken, the error is ignored.
+        If that task failed because the connection is closed or broken, its exception is ignored. Any other exception of
+        the task, such as the `ValueError` of `Memory.store_message`, is raised.
         """
         task, self._answer_task = self._answer_task, None
         if task is not None:
@@ -199,6 +207,8 @@ class DeviceServer:
         connection.
 
         :raises BrokenResourceError: the connection broke.
+        :raises ClosedResourceError: the connection was closed here.
+        :raises ValueError: a message contains the number of a slot that the memory does not have.
         """
         connection = self._connection
         assert connection is not None
@@ -218,6 +228,7 @@ async def device_server(name: str, model: MessageModel, secret: bytes) -> AsyncI
     :param model: message model of the completion queues.
     :param secret: secret that the client process must know.
     :raises DeviceNotFoundError: no device has that name.
+    :raises ValueError: an environment variable of the software device, or the address in its name, is invalid.
     :raises OSError: the device is unusable, or listening failed.
     """
     async with _open_endpoint(name, model) as (domain, outgoing, incoming):

@@ -40,7 +40,10 @@ def _turn_bytes(size: int, slots: int, turn: int) -> bytearray:
 
 
 def expected_checksum(operation: Operation, size: int, slots: int, turn: int) -> int:
-    """Return the CRC-32 of the bytes that must arrive in a turn, over all ``slots`` slots of ``size`` bytes."""
+    """Return the CRC-32 of the bytes that must arrive in turn number ``turn``, over ``slots`` slots of ``size`` bytes.
+
+    The result is the same for each ``operation``.
+    """
     return zlib.crc32(_turn_bytes(size, slots, turn))
 
 
@@ -57,13 +60,19 @@ class Memory:
         self._turn = 0
 
     def prepare(self, size: int, slots: int, turn: int) -> None:
-        """Write the outgoing bytes of a turn to the outgoing slots, and zeros to as many incoming slots."""
+        """Write the bytes of turn number ``turn`` to the first ``slots`` outgoing slots of ``size`` bytes, and zeros to
+        as many incoming slots.
+        """
         self._turn = turn
         self.outgoing[: size * slots] = _turn_bytes(size, slots, turn)
         self.incoming[: size * slots] = bytes(size * slots)
 
     def store_message(self, data: bytes) -> None:
-        """Store a received message in the incoming slot whose number the message contains."""
+        """Store a received message in the incoming slot whose number the message contains.
+
+        :raises ValueError: the memory has no such slot.
+        :raises struct.error: the message has fewer than 8 bytes.
+        """
         _, slot = _STAMP.unpack_from(data)
         self.incoming[slot * len(data) : (slot + 1) * len(data)] = data
 

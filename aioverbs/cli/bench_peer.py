@@ -22,14 +22,20 @@ __all__ = ["main"]
 
 @asynccontextmanager
 async def _serve_tcp(memory: Memory, secret: bytes) -> AsyncIterator[int]:
-    """Serve the memory over TCP on the loopback address and yield the port; close the server when the block ends."""
+    """Serve the memory over TCP on the loopback address and yield the port; close the server when the block ends.
+
+    :raises OSError: the server cannot listen.
+    """
     async with await asyncio.start_server(serve_stream(memory, secret), LOOPBACK, 0, limit=READ_LIMIT) as server:
         yield server.sockets[0].getsockname()[1]
 
 
 @asynccontextmanager
 async def _serve_unix(memory: Memory, secret: bytes, path: str) -> AsyncIterator[str]:
-    """Serve the memory over a Unix socket at ``path`` and yield the path; close the server when the block ends."""
+    """Serve the memory over a Unix socket at ``path`` and yield the path; close the server when the block ends.
+
+    :raises OSError: the server cannot listen.
+    """
     async with await asyncio.start_unix_server(serve_stream(memory, secret), path, limit=READ_LIMIT):
         yield path
 
@@ -46,8 +52,8 @@ class _Peer:
 
         :param stack: exit stack that closes the servers.
         :param request: the first request, with ``secret``, ``model``, ``path`` and ``devices``.
-        :returns: a dict with ``addresses``, the port or path of each stream and device, and ``problems``, the reason
-            for each device that cannot be served.
+        :returns: a dict with two dicts: ``addresses`` has the port or path of each stream and device by name, and
+            ``problems`` has an error message for each device that cannot be served.
         :raises OSError: the server of a stream cannot listen.
         """
         secret, model = bytes.fromhex(request["secret"]), MessageModel[request["model"]]
@@ -74,6 +80,7 @@ class _Peer:
             to begin, also ``turn`` and ``operation``.
         :returns: at the beginning of a turn, an empty dict; at its end, a dict with the ``checksum`` of the incoming
             bytes.
+        :raises ValueError: a message of the turn contains the number of a slot that the memory does not have.
         """
         name, size, slots = request["name"], request["size"], request["slots"]
         server = self._servers.get(name)
@@ -90,7 +97,7 @@ class _Peer:
 async def _requests() -> AsyncIterator[dict[str, Any]]:
     """Yield each request on standard input as a dict; end when the input ends.
 
-    :raises ValueError: a line is not JSON.
+    :raises ValueError: a line is not JSON, or is longer than 64 KiB.
     """
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
@@ -99,7 +106,11 @@ async def _requests() -> AsyncIterator[dict[str, Any]]:
 
 
 async def main() -> None:
-    """Answer the requests on standard input until the input ends, then close all servers."""
+    """Answer the requests on standard input until the input ends, then close all servers.
+
+    :raises ValueError: a line of the input is not JSON.
+    :raises OSError: the server of a stream cannot listen, or the answers cannot be printed.
+    """
     async with AsyncExitStack() as stack:
         peer = _Peer()
         serving = False

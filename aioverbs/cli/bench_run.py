@@ -72,6 +72,7 @@ def select_devices(named: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     :returns: the names of the selected devices, and a dict with the reason for each device in `named` that is not
         selected.
     :raises DeviceNotFoundError: a name in `named` is unknown.
+    :raises VerbsError: a device can be opened but not queried.
     """
     known = {each.name: each for each in devices()}
     for name in named:
@@ -108,10 +109,16 @@ class Client(Protocol):
     """Client side of a contender: a `DeviceClient` or a `StreamClient`."""
 
     async def run_one(self, operation: Operation, size: int) -> None:
-        """Run one operation of `size` bytes and wait until it completes."""
+        """Run one operation of `size` bytes and wait until it completes.
+
+        :raises Exception: the operation failed; one of `_FAILURES`.
+        """
 
     async def run_many(self, operation: Operation, size: int, window: int, count: int) -> None:
-        """Run `count` operations of `size` bytes, at most `window` of them in flight; wait until all complete."""
+        """Run `count` operations of `size` bytes, at most `window` of them in flight; wait until all complete.
+
+        :raises Exception: an operation failed; one of `_FAILURES`.
+        """
 
 
 class _Peer:
@@ -129,6 +136,7 @@ class _Peer:
         :param fields: the request's fields, which become a JSON object.
         :returns: the fields of the answer.
         :raises PeerExitedError: the peer process ended.
+        :raises ValueError: the peer process printed a line that is not JSON.
         """
         self._request_number += 1
         write_line(self._stdin, json.dumps({"number": self._request_number, **fields}))
@@ -279,9 +287,10 @@ class _Benchmark:
                 )  # so that the peer stops waiting for messages
 
     async def _calibrate(self, name: str, cell: Cell, target_s: float) -> int:
-        """Return how many operations the contender can run in about ``target_s`` seconds, but at least ``cell.window``.
+        """Return how many operations the contender ``name`` can run in about ``target_s`` seconds: at least
+        ``cell.window`` and at most 200,000.
 
-        Raises the same exceptions as `_run_turn`.
+        This raises the same exceptions as `_run_turn`.
         """
         count = cell.window
         while True:
@@ -293,12 +302,12 @@ class _Benchmark:
             count = max(cell.window, next_number)
 
     async def _run_turn(self, name: str, cell: Cell, count: int, samples: Samples) -> None:
-        """Let a contender run ``count`` operations, then verify the bytes that arrived.
+        """Let the contender ``name`` run ``count`` operations, then verify the bytes that arrived.
 
-        The exceptions of the contender's operations are raised as well.
+        If an operation fails, its exception propagates unchanged.
 
-        :param samples: the measured times are appended to it.
-        :raises TimeoutError: the turn took too long.
+        :param samples: the measured times are appended to it, even if the bytes that arrived are wrong.
+        :raises TimeoutError: the turn took more than 10 s.
         :raises ValueError: the bytes that arrived are wrong.
         :raises PeerExitedError: the peer process ended.
         """
@@ -323,7 +332,10 @@ class _Benchmark:
 
 
 async def _run_sequentially(client: Client, cell: Cell, count: int) -> list[int]:
-    """Run ``count`` operations, one at a time; return the duration of each in nanoseconds."""
+    """Run ``count`` operations, one at a time; return the duration of each in nanoseconds.
+
+    This raises the same exceptions as `Client.run_one`.
+    """
     run_one, operation, size, clock = client.run_one, cell.operation, cell.size, time.perf_counter_ns
     times = []
     for _ in range(count):
@@ -370,6 +382,8 @@ async def _measure(
 ) -> Report:
     """Do the work of `measure` without a limit on the whole duration: start the peer process, connect to it, warm up
     and measure all cells; return the report.
+
+    This raises the same exceptions as `measure`, with `TimeoutError` only if the peer process did not answer.
     """
     began = time.monotonic()
     report = Report()

@@ -38,7 +38,7 @@ class StreamClient:
 
     async def prove(self, secret: bytes) -> None:
         """Prove to the server that this client knows the secret. A server that does not accept the proof closes the
-        stream.
+        stream, so that later operations raise EOFError or ConnectionError.
 
         :raises EOFError: the server closed the stream before it sent its nonce.
         :raises ConnectionError: the stream broke.
@@ -58,7 +58,7 @@ class StreamClient:
     async def run_many(self, operation: Operation, size: int, window: int, count: int) -> None:
         """Run `count` operations of `size` bytes, at most `window` of them in flight; wait until all complete.
 
-        Raises the same exceptions as `run_one`.
+        This raises the same exceptions as `run_one`.
         """
         for index in range(min(window, count)):
             self._send_request(operation, size, index)
@@ -69,7 +69,7 @@ class StreamClient:
 
     def _send_request(self, operation: Operation, size: int, slot: int) -> None:
         """Write a request to the stream's buffer without waiting. A write or a message includes the bytes of the
-        outgoing slot.
+        outgoing slot number ``slot``.
         """
         head = _HEAD.pack(_CODES[operation], size, slot * size)
         if operation == "read":
@@ -78,10 +78,10 @@ class StreamClient:
             self._writer.writelines((head, self._memory.outgoing[slot * size : (slot + 1) * size]))
 
     async def _receive_answer(self, operation: Operation, size: int, slot: int) -> None:
-        """Wait for the answer to the oldest unanswered request. Store the bytes of a read in the incoming slot, and
-        check the answer to a message.
+        """Wait for the answer to the oldest unanswered request, which used slot number ``slot``. Store the bytes of a
+        read in that incoming slot, and check the answer to a message.
 
-        Raises the same exceptions as `run_one`.
+        This raises the same exceptions as `run_one`.
         """
         if operation == "read":
             self._memory.incoming[slot * size : (slot + 1) * size] = await self._reader.readexactly(size)
@@ -104,7 +104,8 @@ def serve_stream(
 ) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
     """Return a callback for `asyncio.start_server` and `asyncio.start_unix_server` that serves the memory.
 
-    The callback closes the stream of a client that does not know the secret.
+    The callback returns when the client has closed the stream, and closes the stream of a client that does not know the
+    secret.
 
     :param memory: outgoing and incoming bytes of the server.
     :param secret: the secret that a client must prove it knows.
@@ -130,6 +131,7 @@ async def _answer_requests(reader: asyncio.StreamReader, writer: asyncio.StreamW
 
     :raises asyncio.IncompleteReadError: the client closed the stream.
     :raises ConnectionError: the stream broke.
+    :raises ValueError: a write or message does not fit into the memory.
     """
     while True:
         code, size, offset = _HEAD.unpack(await reader.readexactly(_HEAD.size))

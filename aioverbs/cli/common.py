@@ -109,7 +109,8 @@ def run(main: Coroutine[Any, Any, Status]) -> NoReturn:
     """Run a command's coroutine on uvloop, or on asyncio if uvloop is not installed; exit with the status that the
     coroutine returns.
 
-    :raises click.exceptions.Exit: the coroutine has returned. If it fails, its exception is raised instead.
+    :param main: the coroutine.
+    :raises click.exceptions.Exit: the coroutine has returned. If it raises an exception, that propagates unchanged.
     """
     with runner() as event_loop_runner:
         status = event_loop_runner.run(main)
@@ -130,6 +131,9 @@ def runner() -> asyncio.Runner:
 def write_line(stdin: asyncio.StreamWriter, line: str) -> None:
     """Write a line to the standard input of another process, without waiting; do nothing if that pipe is already
     closed.
+
+    :param stdin: the pipe to that process.
+    :param line: the line, without the line break.
     """
     if not stdin.is_closing():  # write() on a closed pipe raises RuntimeError on uvloop, not on asyncio
         stdin.write(f"{line}\n".encode())
@@ -140,6 +144,8 @@ class UntilStopped:
 
     The first signal ends the block without an exception. A second Ctrl-C interrupts the program as usual. Use this in a
     coroutine on the main thread.
+
+    :raises RuntimeError: on entering: no event loop is running in this thread.
     """
 
     def __enter__(self) -> None:
@@ -169,12 +175,15 @@ class UntilStopped:
 
 
 def report_error(error: BaseException) -> Status:
-    """Print an error as one line on standard error; return the exit status, which is `Status.NOT_FOUND`,
-    `Status.FAILED` or `Status.INTERRUPTED`.
+    """Print an exception as one line on standard error and return the exit status of the command.
 
-    If the error is an exception group, only its first exception is printed. Nothing is printed for a KeyboardInterrupt
-    or a cancellation. If the exception is unexpected, the line also names its type and the option that shows the
-    traceback.
+    If the exception is a group, only the first exception in it is printed. Nothing is printed for a KeyboardInterrupt
+    or a cancellation. If the type of the exception is unexpected, the line also contains that type and the option that
+    shows the traceback.
+
+    :param error: the exception.
+    :returns: INTERRUPTED for a KeyboardInterrupt or a cancellation; NOT_FOUND if a device, peer, process or library was
+        not found or is unreachable; otherwise FAILED.
     """
     if isinstance(error, (KeyboardInterrupt, asyncio.CancelledError)):
         return Status.INTERRUPTED

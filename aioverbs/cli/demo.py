@@ -27,7 +27,8 @@ def demo(device: str | None, size: int, messages: int, as_json: bool) -> None:
     """Exchange messages with a second process, read its memory one-sidedly and verify every byte.
 
     Then use the connection from a thread and an event loop that do not own it, which must raise an AffinityError, and
-    show the device's native features. The exit status is 1 if a byte was wrong or if no AffinityError was raised.
+    show the device's native features. The exit status is 1 if a message or a byte was wrong, or if the use by another
+    thread raised no AffinityError or changed memory.
     """
     run(_demo(device, size << 20, messages, as_json))
 
@@ -37,7 +38,10 @@ async def _demo(device: str | None, size: int, messages: int, as_json: bool) -> 
 
     :param size: number of bytes of memory to read.
     :param messages: number of round trips.
-    :returns: the exit status; INTERRUPTED if SIGINT or SIGTERM ended the demonstration early.
+    :param device: name of the device; None for the default device.
+    :returns: the exit status: OK if everything was verified, NO if not, INTERRUPTED if SIGINT or SIGTERM ended the
+        demonstration early.
+    :raises Exception: the exceptions that `demonstrate` raises.
     """
     from aioverbs.cli.demo_run import demonstrate
 

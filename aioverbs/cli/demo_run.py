@@ -69,12 +69,15 @@ class Outcome:
 async def demonstrate(name: str | None, size: int, messages: int) -> Outcome:
     """Start the worker process, exchange messages with it, read its memory and stop it.
 
-    :param name: the device's name; None for the best available device.
+    :param name: the device's name; None for the device in AIOVERBS_DEVICE, or for the best available one.
     :param size: number of bytes of memory to read, a multiple of 1 MiB.
     :param messages: number of round trips.
-    :returns: the outcome; wrong bytes and wrong answers are listed in its faults.
+    :returns: the outcome; wrong bytes and wrong answers are listed in its `faults`.
     :raises DeviceNotFoundError: no device has that name.
-    :raises OSError: the device is unusable.
+    :raises OSError: the device is unusable, or the worker process cannot be started or connected.
+    :raises ValueError: an environment variable of the software device, or the address in its name, is invalid.
+    :raises BrokenResourceError: the worker process ended, or the connection to it broke.
+    :raises WorkCompletionError: a read failed.
     """
     async with contextlib.AsyncExitStack() as stack:
         with _Reasons() as reasons:
@@ -126,7 +129,14 @@ class _Reasons(logging.Handler):
         self._reason = record.getMessage().partition(": ")[2] or record.getMessage()
 
     def text(self, name: str | None) -> str:
-        """Return the reason why `open_device(name)`, called in this handler's ``with`` block, selected the device."""
+        """Return text that says why `open_device` selected its device in this handler's ``with`` block.
+
+        The text names ``--device`` if ``name`` is not None, otherwise AIOVERBS_DEVICE if that is set. If neither
+        applies, it is the reason that `open_device` logged; if nothing was logged, that the device is the first RDMA
+        device with an active port.
+
+        :param name: name that `open_device` was called with; None if it was called without a name.
+        """
         if name is not None:
             return "selected by --device"
         return "selected by AIOVERBS_DEVICE" if os.environ.get("AIOVERBS_DEVICE") else self._reason
@@ -143,7 +153,9 @@ class _Reasons(logging.Handler):
 
 
 def _content(seed: int, piece: int) -> bytes:
-    """Return the 1 MiB with number ``piece`` of the worker's memory; it depends only on ``seed`` and ``piece``."""
+    """Return block number ``piece``, of 1 MiB, of the worker's memory. The result depends only on ``seed`` and
+    ``piece``.
+    """
     return random.Random(f"{seed}/{piece}").randbytes(_PIECE)
 
 
@@ -153,6 +165,9 @@ async def _owned_memory(seed: int, size: int, worker: Worker) -> AsyncIterator[M
     from `seed`.
 
     The pool uses this function as its ``setup``: the region is the worker's state and is closed when the worker ends.
+
+    :param size: length of the region in bytes, a multiple of 1 MiB.
+    :raises VerbsError: the memory cannot be registered.
     """
     async with worker.domain.register(size, _ACCESS) as region:
         for at in range(0, size, _PIECE):
@@ -164,7 +179,10 @@ async def _answer(connection: Connection) -> None:
     """Grant the peer read access to the worker's memory, send it this process's ID, then send back each message
     reversed.
 
-    Returns when the peer closes the connection.
+    This returns when the peer closes the connection.
+
+    :raises BrokenResourceError: the connection broke.
+    :raises VerbsError: a memory window cannot be bound.
     """
     async with await connection.grant(current_worker().state, AccessFlags.REMOTE_READ):
         await connection.send(str(os.getpid()).encode())
@@ -194,6 +212,8 @@ class _Client:
         added to `faults`.
 
         :returns: a histogram of the round-trip times in nanoseconds.
+        :raises BrokenResourceError: the connection broke.
+        :raises anyio.EndOfStream: the worker process closed the connection.
         """
         round_trips, wrong = Histogram(), 0
         for number in range(count):
@@ -212,6 +232,8 @@ class _Client:
         bytes. If bytes differ, their number is added to `faults`.
 
         :returns: the seconds spent in reads.
+        :raises WorkCompletionError: a read failed; the connection is then broken.
+        :raises BrokenResourceError: the connection broke before.
         """
         seconds, wrong = 0.0, 0
         for first in range(0, size, _WINDOW * _PIECE):
@@ -232,7 +254,9 @@ class _Client:
     def _read(self, offset: int) -> Operation[None]:
         """Post a read of the 1 MiB at ``offset`` in the worker's memory to its place in local memory.
 
-        :returns: the operation, to be awaited by the caller.
+        :returns: the operation, to be awaited by the caller; this raises `WorkCompletionError` if the read fails.
+        :raises BrokenResourceError: the connection is broken.
+        :raises AffinityError: the caller is not on the event loop that owns the connection.
         """
         place = offset % (_WINDOW * _PIECE)
         return self._connection.read(self._local[place : place + _PIECE], self._grant[offset : offset + _PIECE])
@@ -243,7 +267,8 @@ class _Client:
 
         If the first read succeeds or changes memory, or the second one reads wrong bytes, this is added to `faults`.
 
-        :returns: the message of the AffinityError that the first read raised; None if it raised none.
+        :returns: the message of the AffinityError that the first read raised; None if the first read succeeded.
+        :raises Exception: the first read raised an exception other than AffinityError, or the second read failed.
         """
 
         async def read() -> None:

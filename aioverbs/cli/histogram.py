@@ -74,8 +74,9 @@ class Histogram:
         count.
 
         A row covers an eighth, a quarter, a half or the whole of a power of two: the narrowest that needs at most
-        `max_rows` rows. If even rows of a whole power of two are more than that, all of them are returned. If there are
-        no values, the list is empty.
+        `max_rows` rows. If even rows of a whole power of two are more than that, all of them are returned. Rows between
+        the smallest and the largest value are included even if their count is 0. If there are no values, the list is
+        empty.
 
         :param max_rows: desired maximum number of rows.
         """
@@ -117,5 +118,5 @@ def _begin(bucket: int) -> int:
 
 
 def _end(bucket: int) -> int:
-    """Return the smallest value that is too large for a bucket."""
+    """Return the exclusive upper bound of a bucket: the smallest value that is too large for the bucket."""
     return _begin(bucket + 1)

@@ -106,8 +106,8 @@ class DeviceReport:
 def list_devices() -> tuple[list[str], str | None]:
     """List the names of devices, RDMA devices first.
 
-    :returns: the names, and the reason why RDMA devices cannot be listed, or None if they can. If they cannot, only the
-        names of software devices are returned.
+    :returns: the names, and the error message that says why RDMA devices cannot be listed, or None if they can. If they
+        cannot, only the names of software devices are returned.
     """
     try:
         return [*hardware.names(), *software.names()], None
@@ -119,7 +119,7 @@ async def inspect_device(name: str) -> DeviceReport:
     """Open a device, collect a report about it and close it. Warnings about missing features are not logged.
 
     :param name: the device's name.
-    :returns: the report. If opening or testing the device fails, `DeviceReport.problem` contains the reason.
+    :returns: the report. If opening or testing the device fails, `DeviceReport.problem` contains the error message.
     :raises DeviceNotFoundError: no device has that name.
     """
     provider = "software" if software.is_software(name) else "hardware"
@@ -151,7 +151,8 @@ def _suppress_warnings() -> Iterator[None]:
 
 
 async def _report(device: Device, provider: str) -> DeviceReport:
-    """Return a report about an open device. If testing the features fails, the report contains the error.
+    """Return a report about an open device. If testing the features fails, `DeviceReport.problem` contains the error
+    message and `DeviceReport.native` is empty.
 
     :raises VerbsError: a query of the device or of a port failed.
     """
@@ -206,9 +207,9 @@ def _address(gid: bytes) -> str:
 async def _native_features(device: Device) -> dict[str, bool]:
     """Find out which of `FEATURES` the device implements itself, by creating resources that use them.
 
-    An unsupported feature makes the creation fail, or is emulated by the library, which the resource reports.
+    An unsupported feature makes the creation fail, or is emulated by the library; the resource then says so.
 
-    :returns: a dict with all of `FEATURES`; True if the device implements the feature.
+    :returns: a dict with a bool for each of `FEATURES`: True if the device implements the feature.
     :raises VerbsError: a resource cannot be created for a reason other than that the device does not support it.
     """
     found = dict.fromkeys(FEATURES, False)

@@ -174,6 +174,8 @@ async def _serve(
     :returns: the exit status, which is OK.
     :raises OSError: the device is unusable, or listening failed.
     :raises DeviceNotFoundError: no device is called ``device``.
+    :raises ValueError: ``transport`` is ``"rdmacm"`` and the device is a software device, or a setting of the software
+        device is invalid.
     """
     from aioverbs.cli.ping_serve import serve_pings
 
@@ -225,11 +227,15 @@ async def _ping_peer(
     :param count: number of requests; None if there is no limit.
     :param interval_s: seconds between the starts of two requests.
     :param timeout_s: seconds after which an answer counts as lost.
-    :returns: the exit status: OK if all requests were answered, NO if not, INTERRUPTED if a signal arrived before the
-        connection was established.
+    :param device: name of the device; None for the default device.
+    :param size: bytes of each request.
+    :returns: the exit status: OK if all requests were answered, NO if an answer was lost or no request was made,
+        INTERRUPTED if a signal arrived before the connection was established.
     :raises ConnectionError: the server cannot be reached, or refuses the request.
     :raises OSError: the device is unusable.
     :raises DeviceNotFoundError: no device is called ``device``.
+    :raises ValueError: ``transport`` is ``"rdmacm"`` and the device is a software device, or a setting of the software
+        device is invalid.
     """
     from aioverbs._verbs.device import open_device
     from aioverbs.cli.ping_client import Pings, Tally, connect_pings
@@ -295,7 +301,7 @@ class _JsonOutput:
 
 
 class _TextOutput:
-    """Prints text in the format of ping(8)."""
+    """Prints text in the format of ping(8), and the error that broke the connection to standard error."""
 
     quiet = False
 

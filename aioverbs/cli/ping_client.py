@@ -30,7 +30,7 @@ class Tally:
 
     :param times_ns: latencies of the answered requests, in nanoseconds.
     :param sent: number of requests.
-    :param broken: error that ended the connection; None if the connection did not fail.
+    :param broken: message of the error that ended the connection; None if the connection did not fail.
     """
 
     times_ns: Histogram = field(default_factory=Histogram)
@@ -59,10 +59,13 @@ async def connect_pings(
     :param port: the server's port.
     :param transport: how the connection is set up.
     :param request: verb and size of each request.
-    :returns: a coroutine function that makes the request with the given number and returns once it is answered.
+    :returns: a coroutine function that makes the request with the given number and returns once it is answered; if the
+        connection fails, it raises `BrokenResourceError`, `WorkCompletionError` or `anyio.EndOfStream`.
     :raises ConnectionError: the host is unreachable, no server listens at the port, the server is not a ping server, it
-        refuses the request, or it did not answer in time.
+        refuses the request, or it did not answer within 10 s.
     :raises VerbsError: the connection's resources cannot be created.
+    :raises ClosedResourceError: the domain is not open.
+    :raises ValueError: `transport` is not valid, or is ``"rdmacm"`` and the domain is on a software device.
     """
     try:
         connection = await connect(host, port, domain=domain, transport=transport, timeout_s=_CONNECT_S)
@@ -143,7 +146,7 @@ class Pings:
 
     async def run(self, tally: Tally) -> None:
         """Make requests until their number is reached or the connection breaks. A broken connection raises nothing; the
-        error is stored in `Tally.broken`.
+        error message is stored in `Tally.broken`. Other exceptions of `ping_once` propagate unchanged.
 
         :param tally: collects the results, even if the call is cancelled.
         """

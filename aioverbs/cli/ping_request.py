@@ -76,7 +76,7 @@ def pack_accepted() -> bytes:
 def pack_refused(reason: str) -> bytes:
     """Return the message that refuses a request.
 
-    :param reason: the reason, which is shortened if it is too long.
+    :param reason: the reason, of which at most the first 125 characters are sent.
     """
     return json.dumps({"aioverbs-ping": _VERSION, "refused": reason[: _MAX_MESSAGE // 8]}).encode()
 
@@ -100,7 +100,7 @@ def check_answer(message: bytes) -> None:
 def _parse_object(message: bytes) -> dict[str, object]:
     """Decode a message that is a JSON object; return its fields.
 
-    :raises ValueError: the message is too long, or is not a JSON object.
+    :raises ValueError: the message has more than 1,000 bytes, or is not a JSON object.
     """
     if len(message) > _MAX_MESSAGE:
         raise ValueError(f"a request has at most {_MAX_MESSAGE:,} bytes, got {len(message):,}")

@@ -44,6 +44,8 @@ async def serve_pings(
         verb, messages, which is the number of messages).
     :raises DeviceNotFoundError: no device has that name.
     :raises OSError: the device is unusable, or listening failed.
+    :raises ValueError: `transport` is ``"rdmacm"`` and the device is a software device, or a setting of the software
+        device is invalid.
     """
     async with (
         open_device(device) as opened,
@@ -55,7 +57,10 @@ async def serve_pings(
 
 
 def _server(domain: Domain, host: str | None, port: int, transport: Transport, on_event: EventCallback) -> Server:
-    """Return an unopened ping server, to be opened and closed with ``async with``."""
+    """Return an unopened ping server, to be opened and closed with ``async with``.
+
+    A connection that fails ends alone: the other connections continue.
+    """
 
     async def handle(connection: Connection) -> None:
         peer = format_address(connection.remote_address)
@@ -84,9 +89,9 @@ def _server(domain: Domain, host: str | None, port: int, transport: Transport, o
 
 
 async def _serve_memory(connection: Connection, domain: Domain, request: PingRequest) -> None:
-    """Grant memory to the peer, tell it that its request is accepted, and wait until it closes the connection.
+    """Grant memory to the peer, accept the peer's request, and wait until the peer closes the connection.
 
-    :raises VerbsError: the memory cannot be registered.
+    :raises VerbsError: the memory cannot be registered, or a memory window cannot be bound.
     :raises BrokenResourceError: the connection broke.
     """
     async with domain.register(request.size, _REMOTE_ACCESS | AccessFlags.LOCAL_WRITE) as region:

@@ -83,8 +83,8 @@ class Sample:
     def parse(cls, line: bytes) -> "Sample":
         """Parse a line of JSON.
 
-        :returns: the sample; unprintable characters in its texts are replaced.
-        :raises ValueError: the line is not a valid sample.
+        :returns: the sample. Unprintable characters in the strings of its resources are replaced, except in statistics.
+        :raises ValueError: the line is not JSON, or not a valid sample.
         """
         try:
             fields = json.loads(line)
@@ -117,6 +117,7 @@ def _checked(value: Any, kind: type[T], name: str) -> T:
 def _text(value: object, name: str) -> str:
     """Return a string with unprintable characters replaced, so that a watched process cannot control the terminal.
 
+    :param value: the string.
     :param name: name of the field, for the error message.
     :raises ValueError: the value is not a string.
     """
@@ -124,11 +125,11 @@ def _text(value: object, name: str) -> str:
 
 
 def _parse_resource(value: object, depth: int) -> ResourceSample:
-    """Return a resource and its descendants, parsed from decoded JSON.
+    """Build a `ResourceSample`, including its descendants, from decoded JSON and return it.
 
     :param value: the decoded JSON of the resource.
     :param depth: number of the resource's ancestors.
-    :raises ValueError: a field is missing or invalid, or the resources are nested too deeply.
+    :raises ValueError: a field is missing or invalid, or a resource has more than 64 ancestors.
     """
     if depth > _MAX_DEPTH:
         raise ValueError("the sample is nested too deep")
@@ -152,7 +153,8 @@ class ResourceRates:
     """Rates of a resource. Made by `report`.
 
     :param resource: the resource in the later sample.
-    :param rates: counters per second, by the names in `COUNTERS`; None if the resource was not in the previous sample.
+    :param rates: counters per second, by the names in `COUNTERS`; None if the resource was not in the previous sample,
+        or if there is no earlier sample.
     :param children: rates of the resources created from this one.
     """
 
@@ -166,7 +168,7 @@ class Report:
     """A sample, and the rates since the previous sample. Made by `report`.
 
     :param sample: the later sample.
-    :param seconds: time between the two samples; None if there is no previous sample.
+    :param seconds: time between the two samples; None if there is no previous sample or no time has passed since.
     :param devices: rates of the open devices and their descendants.
     :param totals: sums of the counters of all resources, per second.
     """
@@ -185,7 +187,8 @@ def report(sample: Sample, before: Sample | None) -> Report:
 
     :param sample: the later sample.
     :param before: the previous sample of the same process; None if there is none.
-    :returns: a report with the rates; without a previous sample, `ResourceRates.rates` is None and the totals are 0.
+    :returns: a report with the rates. If there is no previous sample, or no time has passed since,
+        `ResourceRates.rates` is None and the totals are 0.
     """
     seconds = (sample.time_ns - before.time_ns) / 1e9 if before is not None else 0.0
     earlier_counts = (
@@ -204,7 +207,7 @@ def report(sample: Sample, before: Sample | None) -> Report:
 def _resource_rates(
     resource: ResourceSample, earlier_counts: dict[int, dict[str, int]], seconds: float
 ) -> ResourceRates:
-    """Return the rates of a resource and its descendants.
+    """Return the rates of a resource and its descendants: None for those without earlier counters.
 
     :param resource: the resource in the later sample.
     :param earlier_counts: counters in the previous sample, by resource ID.

@@ -61,8 +61,9 @@ def top(pid: int | None, interval: float, once: bool, as_json: bool) -> None:
 async def _list(as_json: bool) -> Status:
     """Print the processes of this user that can be watched.
 
-    :returns: the exit status; NO if there is no such process.
+    :returns: the exit status: OK if there is such a process, NO if not.
     :raises PermissionError: the socket directory is accessible to other users.
+    :raises OSError: the socket directory cannot be opened or listed.
     :raises ValueError: AIOVERBS_MONITOR_DIRECTORY or XDG_RUNTIME_DIR is not an absolute path.
     """
     from rich.table import Table
@@ -95,11 +96,14 @@ async def _watch(pid: int, interval_s: float, once: bool, as_json: bool) -> Stat
 
     :param interval_s: seconds between samples.
     :param once: True to end after one interval.
-    :returns: the exit status; NOT_FOUND if the process ended before its first sample.
+    :param as_json: True to print JSON, False to print tables.
+    :returns: the exit status: NOT_FOUND if the process ended before a sample could be shown, otherwise OK.
     :raises NotWatchableError: the process does not exist, or cannot be watched.
     :raises PermissionError: the socket directory or the process belongs to another user.
     :raises TimeoutError: the process does not answer.
-    :raises ValueError: the process sent an invalid sample.
+    :raises OSError: the socket directory cannot be opened or listed, or the connection failed.
+    :raises ValueError: the process sent an invalid sample, or AIOVERBS_MONITOR_DIRECTORY or XDG_RUNTIME_DIR is not an
+        absolute path.
     """
     from aioverbs.cli.watching import open_watch
 
@@ -120,6 +124,9 @@ async def _watch(pid: int, interval_s: float, once: bool, as_json: bool) -> Stat
 async def _follow(watch: "Watch", interval_s: float, once: bool, output: "_JsonOutput | _TerminalOutput") -> bool:
     """Show samples until the process ends; if ``once`` is set, only until the rates of one interval have been shown.
 
+    With ``once``, the first sample is not shown.
+
+    :param interval_s: seconds between samples; the process counts as stopped if a sample is 5 s late.
     :returns: whether any sample was shown.
     :raises TimeoutError: the process does not answer, and the output cannot show that as a note.
     :raises ValueError: the process sent an invalid sample.

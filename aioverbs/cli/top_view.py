@@ -16,7 +16,9 @@ _STATES = {"open": "green", "closing": "yellow", "opening": "yellow", "failed": 
 
 
 def quantity(value: float) -> str:
-    """Return a number as text with three digits and a decimal unit prefix, such as ``"12.3k"``."""
+    """Return a number as text with at most three digits and a decimal unit prefix up to T, such as ``"12.3k"``. Only
+    numbers of 1,000T or more have more digits.
+    """
     for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= 0.9995 * size:
             scaled = value / size
@@ -82,7 +84,9 @@ def _rows(node: ResourceRates, stem: str, below: str) -> Iterator[tuple[str | Te
 
 
 def _has_own_row(node: ResourceRates) -> bool:
-    """Return whether a resource gets a row of its own. Other resources are only counted, in one row for each kind."""
+    """Return whether a resource gets a row of its own: whether it has children, statistics of its own, or a known value
+    of `ResourceSample.native`. Other resources are only counted, in one row for each kind.
+    """
     return bool(node.children or set(node.resource.statistics) - {"children"} or node.resource.native is not None)
 
 
@@ -94,8 +98,8 @@ def _numbers(node: ResourceRates) -> Iterator[str]:
 
 
 def _in_flight(resource: ResourceSample) -> str:
-    """Return as text how many operations are in flight, buffers in use or calls running; empty for other kinds of
-    resource.
+    """Return as text how many operations are in flight, buffers in use or calls running; an empty string for kinds of
+    resource that have none of these.
     """
     match resource.kind:
         case "QueuePair":

@@ -45,7 +45,9 @@ async def processes() -> list[WatchableProcess]:
 
     :returns: the processes, including those that do not answer; empty if there is no socket directory.
     :raises PermissionError: the socket directory is accessible to other users.
-    :raises ValueError: AIOVERBS_MONITOR_DIRECTORY or XDG_RUNTIME_DIR is not an absolute path.
+    :raises OSError: the socket directory cannot be opened or listed.
+    :raises ValueError: AIOVERBS_MONITOR_DIRECTORY or XDG_RUNTIME_DIR is not an absolute path, or a process sent a line
+        of more than 64 MiB.
     """
     with _directory() as directory:
         if directory is None:
@@ -60,7 +62,8 @@ def _directory(path: Path | None = None) -> Iterator[MonitorDirectory | None]:
 
     :param path: path of the directory; None for this user's default directory.
     :raises PermissionError: the directory is accessible to other users.
-    :raises ValueError: AIOVERBS_MONITOR_DIRECTORY or XDG_RUNTIME_DIR is not an absolute path.
+    :raises OSError: the directory exists but cannot be opened.
+    :raises ValueError: ``path`` is None, and AIOVERBS_MONITOR_DIRECTORY or XDG_RUNTIME_DIR is not an absolute path.
     """
     try:
         directory = MonitorDirectory(path)
@@ -74,7 +77,10 @@ def _directory(path: Path | None = None) -> Iterator[MonitorDirectory | None]:
 async def _inspect(directory: MonitorDirectory, pid: int, name: str) -> WatchableProcess | None:
     """Connect to the monitor of a process, read the process's command line and disconnect again.
 
-    :returns: the process; None if it has ended. If connecting failed, `WatchableProcess.problem` contains the reason.
+    :param name: name of the monitor's socket in the directory.
+    :returns: the process; None if it has ended. If connecting failed, `WatchableProcess.problem` contains the error
+        message.
+    :raises ValueError: the process sent a line of more than 64 MiB.
     """
     try:
         connection = directory.connect(name, _CONNECT_S)
@@ -95,7 +101,8 @@ async def open_watch(pid: int, path: Path | None = None) -> "Watch":
     :raises NotWatchableError: the process does not exist, or cannot be watched.
     :raises PermissionError: the directory or the listening process belongs to another user.
     :raises TimeoutError: the process does not answer.
-    :raises ValueError: AIOVERBS_MONITOR_DIRECTORY or XDG_RUNTIME_DIR is not an absolute path.
+    :raises OSError: the directory cannot be opened or listed, or connecting failed for another reason.
+    :raises ValueError: `path` is None, and AIOVERBS_MONITOR_DIRECTORY or XDG_RUNTIME_DIR is not an absolute path.
     """
     with _directory(path) as directory:
         if directory is not None:
@@ -112,13 +119,15 @@ async def open_watch(pid: int, path: Path | None = None) -> "Watch":
 class Watch:
     """Connection to a process's monitor. Made by `open_watch`.
 
-    ``async with`` performs the handshake, yields this object and closes the connection at the end. Entering raises the
-    exceptions below.
+    ``async with`` performs the handshake, yields this object and closes the connection at the end. Entering may raise
+    the exceptions below, and then closes the connection.
 
     :param pid: process ID.
     :param connection: socket connected to the monitor; owned by this object.
-    :raises NotWatchableError: there are too many watchers, or the process uses another version of the protocol.
-    :raises TimeoutError: the process does not answer.
+    :raises NotWatchableError: there are too many watchers, or the process has ended or uses another version of the
+        protocol.
+    :raises TimeoutError: the process does not answer within 5 s.
+    :raises ValueError: the process sent a line of more than 64 MiB.
     """
 
     def __init__(self, pid: int, connection: socket.socket) -> None:
@@ -141,7 +150,7 @@ class Watch:
         return self
 
     def _check_greeting(self, line: bytes | None) -> None:
-        """Check the monitor's first line and set `program`.
+        """Check the monitor's first line and set `program`, with unprintable characters replaced.
 
         :param line: the line; None if the process has ended.
         :raises NotWatchableError: there are too many watchers, the process uses another version of the protocol, or it
@@ -177,8 +186,8 @@ class Watch:
         """Return the next sample, or None if the process has ended. Call `begin` first.
 
         :param timeout_s: seconds to wait.
-        :raises TimeoutError: no sample arrived in time.
-        :raises ValueError: the process sent an invalid sample.
+        :raises TimeoutError: no sample arrived in time; the call may be repeated.
+        :raises ValueError: the process sent an invalid sample, or a line of more than 64 MiB.
         """
         line = await self._read_line(timeout_s)
         if line is None:
@@ -193,7 +202,7 @@ class Watch:
 
         :param timeout_s: seconds to wait.
         :raises TimeoutError: no line arrived in time.
-        :raises ValueError: the line is too long.
+        :raises ValueError: the line has more than 64 MiB.
         """
         try:
             async with asyncio.timeout(timeout_s):

@@ -1,7 +1,7 @@
 # Part of handles.pyx: address handles.
 
 cdef class AddressHandle(Handle):
-    """Address handle, the path of datagrams to a peer: ``ibv_create_ah``.
+    """Address handle, the path of datagrams to a peer (``ibv_create_ah``).
 
     :param pd: the protection domain.
     :param av: path to the peer, an `AddressVector`; over RoCE with a `dgid`.

@@ -70,6 +70,7 @@ cdef class Affinity:
         """Return a new affinity that is owned by the running event loop and its thread.
 
         :raises RuntimeError: no asyncio event loop is running in this thread.
+        :raises MemoryError: no memory is left for the thread's record.
         """
         cdef Affinity self = Affinity.__new__(Affinity)
         self._forks = fork_count
@@ -108,7 +109,7 @@ cdef class Affinity:
 
     @property
     def bound(self):
-        """Whether the affinity has an owner, a thread and event loop; False if it was made by `unbound`."""
+        """Whether the affinity has an owner, a thread and event loop; False if it was created by `unbound`."""
         return self._thread != NULL
 
     @property
@@ -126,7 +127,7 @@ cdef class Affinity:
         """Whether the owner is gone, that is, its loop is closed or its thread has ended: no call can be in flight
         then.
 
-        False if there is no owner. Can be read from any thread.
+        False if there is no owner. This can be read from any thread.
         """
         if not self._thread:
             return False
@@ -141,10 +142,10 @@ cdef class Affinity:
         return self._forks == fork_count and (self._thread == NULL or self._is_owner())
 
     def take_over(self):
-        """Make the running loop and its thread the new owner, after the previous owner is gone.
+        """Make the running loop and its thread the new owner, after the previous owner is gone: see `orphaned`.
 
-        :raises AffinityError: the previous owner is not gone, or the affinity has no owner.
-        :raises RuntimeError: no asyncio event loop is running in this thread.
+        :raises AffinityError: the previous owner is not gone, or the affinity has no owner; nothing is changed.
+        :raises RuntimeError: no asyncio event loop is running in this thread; nothing is changed.
         """
         if not self.orphaned:
             raise AffinityError(f"{self!r} still has an owner: close its objects there")

@@ -1,7 +1,7 @@
 # Part of handles.pyx: completion channels and completion queues.
 
 cdef class CompletionChannel(Handle):
-    """Completion channel: ``ibv_create_comp_channel``. Its file descriptor is non-blocking.
+    """Completion channel (``ibv_create_comp_channel``). Its file descriptor is non-blocking.
 
     :param context: the device.
     :param affinity: owner of the channel; None if any thread may use it.
@@ -69,12 +69,15 @@ cdef class CompletionChannel(Handle):
             self._leave()
 
     def get_event(self):
-        """Take the next event of the channel, without waiting: ``ibv_get_cq_event``.
+        """Take the next event of the channel, without waiting (``ibv_get_cq_event``).
 
-        Acknowledge each event with `CompletionQueue.ack_events` before its queue is destroyed.
+        The caller must acknowledge each event with `CompletionQueue.ack_events`: until then, the queue that raised the
+        event cannot be destroyed.
 
         :returns: the `CompletionQueue` that raised the event; None if no event is waiting.
         :raises AffinityError: the caller is not the channel's owner.
+        :raises ClosedResourceError: the channel is closed.
+        :raises ConcurrentAccessError: another verb is in flight on an object of the same owner or thread domain.
         :raises VerbsError: the verb failed.
         """
         cdef ibv_cq *cq = NULL
@@ -101,8 +104,8 @@ cdef class CompletionChannel(Handle):
 
 
 cdef class CompletionQueue(Handle):
-    """Completion queue: ``ibv_create_cq``, or ``ibv_create_cq_ex`` if `extended`, `parent_domain` or `single_threaded`
-    is used.
+    """Completion queue, created with ``ibv_create_cq``, or with ``ibv_create_cq_ex`` if `extended`, `parent_domain` or
+    `single_threaded` is used.
 
     A completion that arrives when the queue is full is lost and breaks the queue permanently. The device then raises
     the asynchronous event ``EventType.CQ_ERR``, and ``EventType.QP_FATAL`` for the queue pair of the completion.
@@ -257,15 +260,17 @@ cdef class CompletionQueue(Handle):
             self._leave()
 
     def resize(self, int cqe):
-        """Change the capacity: ``ibv_resize_cq``. Completions stay in the queue. Return None; `cqe` has the new
+        """Change the capacity (``ibv_resize_cq``). Completions stay in the queue. Return None; `cqe` has the new
         capacity.
 
-        :param cqe: minimum capacity in completions.
+        :param cqe: minimum capacity in completions, 1..2**31-1.
         :raises AffinityError: the caller is not the queue's owner.
+        :raises ClosedResourceError: the queue is closed.
+        :raises ConcurrentAccessError: another verb is in flight on an object of the same owner or thread domain.
         :raises ValueError: `cqe` is less than 1.
-        :raises VerbsError: with EINVAL if the queue holds more completions than that, or the device has no queue of
-            that size; also if a parent domain's allocator failed, whose exception is then the cause. The queue is
-            unchanged.
+        :raises VerbsError: with EINVAL if the queue holds more completions than `cqe`, or the device has no queue of
+            that size; also if a parent domain's allocator failed: its exception is then the cause, or propagates
+            unchanged if it is not an `Exception`. The queue is unchanged.
         """
         cdef int error
         if cqe < 1:
@@ -285,13 +290,15 @@ cdef class CompletionQueue(Handle):
         self._check("ibv_resize_cq", error)
 
     def modify(self, uint16_t moderate_count, uint16_t moderate_period_us):
-        """Moderate the events of the queue, so that several completions raise one event: ``ibv_modify_cq``.
+        """Moderate the events of the queue, so that several completions raise one event (``ibv_modify_cq``).
 
         An event is raised after a number of completions, or when a time has passed since the first of them.
 
         :param moderate_count: number of completions, 0..65535; 0 ends moderation.
         :param moderate_period_us: time in microseconds, 0..65535; 0 ends moderation.
         :raises AffinityError: the caller is not the queue's owner.
+        :raises ClosedResourceError: the queue is closed.
+        :raises ConcurrentAccessError: another verb is in flight on an object of the same owner or thread domain.
         :raises OverflowError: an argument is out of range.
         :raises VerbsError: with EOPNOTSUPP if the provider does not support moderation.
         """
@@ -310,11 +317,13 @@ cdef class CompletionQueue(Handle):
         self._check("ibv_modify_cq", error)
 
     def request_notify(self, bint solicited_only=False):
-        """Request one event for the next completion that is added: ``ibv_req_notify_cq``.
+        """Request one event for the next completion that is added (``ibv_req_notify_cq``).
 
-        :param solicited_only: whether to wait for the next completion that the sender marked with
-            ``SendFlags.SOLICITED``, or that failed.
+        :param solicited_only: True for the next completion that the sender marked with ``SendFlags.SOLICITED``, or that
+            failed; False for the next completion of any kind.
         :raises AffinityError: the caller is not the queue's owner.
+        :raises ClosedResourceError: the queue is closed.
+        :raises ConcurrentAccessError: another verb is in flight on an object of the same owner or thread domain.
         :raises VerbsError: with EINVAL if the queue has no channel.
         """
         self._use("ibv_req_notify_cq")
@@ -324,10 +333,12 @@ cdef class CompletionQueue(Handle):
             self._unuse()
 
     def ack_events(self, int count=1):
-        """Acknowledge events that `CompletionChannel.get_event` returned: ``ibv_ack_cq_events``.
+        """Acknowledge events that `CompletionChannel.get_event` returned (``ibv_ack_cq_events``).
 
         :param count: number of events of this queue to acknowledge.
         :raises AffinityError: the caller is not the queue's owner.
+        :raises ClosedResourceError: the queue is closed.
+        :raises ConcurrentAccessError: another verb is in flight on an object of the same owner or thread domain.
         :raises ValueError: `count` is negative, or exceeds the number of events that were taken and not acknowledged;
             nothing is done.
         """

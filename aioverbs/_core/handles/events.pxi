@@ -33,7 +33,7 @@ cdef object _port_events = frozenset(
 cdef class AsyncEvent:
     """Asynchronous event: ``struct ibv_async_event``, taken by ``ibv_get_async_event``.
 
-    Until the event is acknowledged, its object cannot be destroyed. If an event is dropped before that, it is
+    Until the event is acknowledged, its object cannot be destroyed. If the event is dropped before that, it is
     acknowledged automatically, with a ResourceWarning.
 
     `event_type` is an `EventType`. `element` is the queue pair, completion queue or shared receive queue of the event,
@@ -54,9 +54,9 @@ cdef class AsyncEvent:
         return not self._unacknowledged
 
     def ack(self):
-        """Acknowledge the event, once and from any thread: ``ibv_ack_async_event``.
+        """Acknowledge the event, once and from any thread (``ibv_ack_async_event``).
 
-        :raises ValueError: the event was acknowledged before.
+        :raises ValueError: the event was acknowledged before; nothing is done.
         :raises ForkedProcessError: the event was taken in the parent process, before this process was forked.
         """
         if self._pinned_handle is not None and self._pinned_handle._forks != fork_count:

@@ -7,7 +7,7 @@ children refuses to be destroyed before the verb is called, a buffer stays in pl
 that was created before a fork is closed in the child. Memory that is given by its address is kept valid by the caller.
 
 Some handles borrow an object that other code created and lends: such a handle calls no verb when it is destroyed. After
-the lender has closed the object, the handle, and for a context all handles made from it, can only be destroyed.
+the lender has closed the object, the handle, and for a context all handles created from it, can only be destroyed.
 
 Every method, and every constructor for its arguments, raises:
 
@@ -21,7 +21,7 @@ Methods that call a verb also raise:
     software device is lost).
 :raises ConcurrentAccessError: another call is inside an object that takes no locks.
 
-In each of these cases, nothing is done. Docstrings name only further errors.
+In each of these cases, nothing is done. The docstrings of classes name only the further errors of their constructors.
 
 The ledger refers to every open handle and keeps it alive: dropping a handle leaks it visibly (see `open_handles`), and
 never destroys an object that the hardware still uses.
@@ -378,6 +378,8 @@ cdef class Handle:
         :raises VerbsError: the verb failed; the object is still open.
         :raises AffinityError: the object belongs to another thread or event loop; nothing is done.
         :raises ConcurrentAccessError: another call is inside the object or its thread domain; nothing is done.
+        :raises ResourceWarning: if warnings are turned into errors, and the object is a context that its lender closed
+            before the objects created from it. The handle is closed all the same.
         """
         if self.closed:
             return

@@ -1,7 +1,7 @@
 # Part of handles.pyx: protection domains and memory regions.
 
 cdef class ProtectionDomain(Handle):
-    """Protection domain: ``ibv_alloc_pd``. The base class of parent domains.
+    """Protection domain (``ibv_alloc_pd``). The base class of parent domains.
 
     :param context: the device.
     :raises VerbsError: with ENOMEM if memory ran out.
@@ -67,7 +67,7 @@ cdef class ProtectionDomain(Handle):
 
     @staticmethod
     def import_pd(Context context not None, uint32_t handle, lease):
-        """Open another instance of a protection domain over the same command descriptor: ``ibv_import_pd``.
+        """Open another instance of a protection domain over the same command descriptor (``ibv_import_pd``).
 
         :param context: the domain's own context, or a context that was opened over the same descriptor.
         :param handle: value of the property `handle` of the domain.
@@ -75,6 +75,7 @@ cdef class ProtectionDomain(Handle):
             instance is left, and this one deallocates the domain; otherwise it only unimports it. ``leave(last,
             failed)`` is called afterwards.
         :returns: a new `ProtectionDomain`; the caller destroys it.
+        :raises ClosedResourceError: the context is closed.
         :raises VerbsError: the verb failed; with EOPNOTSUPP if the provider does not support it.
         """
         cdef int error = 0
@@ -107,6 +108,7 @@ cdef class ProtectionDomain(Handle):
         :param capsule: capsule "ibv_pd *" from `pyverbs_bridge`: the address of the lender's pointer.
         :param owner: object that contains that pointer.
         :returns: a new `ProtectionDomain`; the caller destroys it, which does not destroy the lender's domain.
+        :raises ClosedResourceError: the context is closed.
         :raises ValueError: the domain belongs to another context, or `capsule` is not such a capsule.
         """
         cdef ProtectionDomain self = ProtectionDomain.__new__(ProtectionDomain)
@@ -131,7 +133,7 @@ cdef class ProtectionDomain(Handle):
 
 
 cdef class MemoryRegion(Handle):
-    """Memory region: ``ibv_reg_mr``.
+    """Memory region (``ibv_reg_mr``).
 
     :param pd: the protection domain; if it is a parent domain, the region belongs to its base.
     :param memory: an object with the buffer protocol, which stays exported until `destroy`, or a tuple ``(address,
@@ -190,6 +192,7 @@ cdef class MemoryRegion(Handle):
         :param capsule: capsule "ibv_mr *" from `pyverbs_bridge`: the address of the lender's pointer.
         :param owner: object that contains that pointer.
         :returns: a new `MemoryRegion`; the caller destroys it, which does not deregister the lender's region.
+        :raises ClosedResourceError: the protection domain is closed.
         :raises ValueError: the region belongs to another protection domain, or `capsule` is not such a capsule.
         """
         cdef MemoryRegion self = MemoryRegion.__new__(MemoryRegion)
@@ -270,7 +273,7 @@ cdef class MemoryRegion(Handle):
         return self._read(3)
 
     def _read(self, int field):
-        """Return the field with a number, an int: 0 for the address, 1 for the length, 2 for the lkey, 3 for the rkey.
+        """Return a field, an int: the address if `field` is 0, the length if it is 1, the lkey if 2, the rkey if 3.
 
         :raises ClosedResourceError: the region is closed.
         """
@@ -286,9 +289,10 @@ cdef class MemoryRegion(Handle):
 
 
 def span(memory):
-    """Return the address and the length in bytes of an object with the buffer protocol, a tuple ``(address, length)``.
+    """Return a tuple ``(address, length)`` of the memory of an object with the buffer protocol, two ints; the length is
+    in bytes.
 
-    The address is valid as long as another buffer of the object is exported.
+    The address is valid as long as the caller has the object's buffer exported in another way.
 
     :param memory: the object.
     :raises TypeError: the object does not support the buffer protocol.

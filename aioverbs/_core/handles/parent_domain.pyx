@@ -29,8 +29,8 @@ cdef extern from "handles/pd_allocator.h" nogil:
 
 
 cdef class ThreadDomain(Handle):
-    """Thread domain: ``ibv_alloc_td``. Objects made in it take no locks, so that only one thread at a time may use any
-    of them.
+    """Thread domain (``ibv_alloc_td``). Objects created in it take no locks, so that only one thread at a time may use
+    any of them.
 
     :param context: the device.
     :param affinity: owner of the domain; None if any thread may use it.
@@ -84,7 +84,7 @@ cdef class ThreadDomain(Handle):
 
 
 cdef class ParentDomain(ProtectionDomain):
-    """Parent domain: ``ibv_alloc_parent_domain``. Can be used wherever a protection domain is needed.
+    """Parent domain (``ibv_alloc_parent_domain``), which can be used wherever a protection domain is needed.
 
     The allocator provides memory for the queues and doorbell records of the provider:
 
@@ -93,13 +93,13 @@ cdef class ParentDomain(ProtectionDomain):
     - ``free(address, resource_type, pd, pd_context)`` takes the memory back, once, with the same type.
 
     `pd` is this domain. `resource_type` has the provider's number in its upper 32 bits, and the provider's code for a
-    queue pair, a completion queue, a record and so on in its lower 32 bits. An exception of ``allocate`` becomes the
-    cause of the verb's error; but if it is not an `Exception`, such as `KeyboardInterrupt`, it is raised itself. The
-    allocator is called in the thread that calls the verb, and may itself call verbs. A `NativeAllocator` is called in
-    C, without the GIL.
+    queue pair, a completion queue, a record and so on in its lower 32 bits. An exception that ``allocate`` raises
+    becomes the cause of the verb's error; but if it is not an `Exception`, such as `KeyboardInterrupt`, it propagates
+    unchanged. An exception that ``free`` raises is passed to `sys.unraisablehook`. The allocator is called in the
+    thread that calls the verb, and may itself call verbs. A `NativeAllocator` is called in C, without the GIL.
 
     :param pd: the protection domain; if it is a parent domain, only its base is used.
-    :param td: thread domain of all objects that are made in the parent domain; None if there is none.
+    :param td: thread domain of all objects that are created in the parent domain; None if there is none.
     :param allocator: the allocator; None for the provider's own memory.
     :param pd_context: any object, which is passed to the allocator.
     :param affinity: owner of the domain; None for the owner of `td`. If there is none, any thread may use the domain.
@@ -227,9 +227,15 @@ cdef class ParentDomain(ProtectionDomain):
     def _allocate(self, size, alignment, resource_type):
         """Allocate memory from the allocator written in Python, and check the result.
 
+        Exceptions that the allocator raises propagate unchanged.
+
+        :param size: size in bytes.
+        :param alignment: alignment in bytes.
+        :param resource_type: resource type, as described for `ParentDomain`.
         :returns: an address, `USE_DEFAULT` or None, as the allocator returned it.
-        :raises TypeError: the allocator returned something else. Exceptions of the allocator are raised unchanged.
-        :raises ValueError: the address is in use or not aligned, or the memory there is not zeroed.
+        :raises TypeError: the allocator returned anything else.
+        :raises ValueError: the address is in use; or it is not aligned, or the memory there is not zeroed, and the
+            allocator has taken that memory back.
         """
         address = self.allocator.allocate(size, alignment, resource_type, self, self.pd_context)
         if address is USE_DEFAULT or address is None:
@@ -246,18 +252,21 @@ cdef class ParentDomain(ProtectionDomain):
         return address
 
     def _free(self, address, resource_type):
-        """Return a piece that the provider has freed to the allocator written in Python, with ``free`` of the
-        allocator.
+        """Call ``free`` of the allocator written in Python for a piece that the provider no longer uses.
 
-        :raises KeyError: the provider holds no piece at this address. Exceptions of the allocator are raised unchanged.
+        Exceptions that the allocator raises propagate unchanged; the piece counts as freed.
+
+        :param address: address of the piece.
+        :param resource_type: resource type with which the piece was allocated.
+        :raises KeyError: the provider holds no piece at `address`; the allocator is not called.
         """
         del self._sizes[address]
         self.allocator.free(address, resource_type, self, self.pd_context)
 
 
 def _unfit(address, size_t size, uint64_t alignment):
-    """Return text that says what the memory should be but is not, such as "zeroed"; None if it is aligned and
-    zeroed."""
+    """Return what the memory at `address` should be but is not, as a string such as "zeroed"; None if the memory is
+    aligned and zeroed."""
     cdef const char *memory = <const char *><uintptr_t>address
     if alignment and address % alignment:
         return f"aligned to {alignment} bytes"

@@ -48,7 +48,8 @@ def context_capsule(context):
 
     :param context: a `pyverbs.device.Context`.
     :raises TypeError: `context` is not a `pyverbs.device.Context`.
-    :raises RuntimeError: the object layout of this version of pyverbs is unknown; nothing is changed.
+    :raises RuntimeError: the object layout of this version of pyverbs is unknown, or the pointer does not point to the
+        context of the device.
     :raises ValueError: the context is closed.
     """
     cdef ibv_context *pointer
@@ -69,7 +70,8 @@ def pd_capsule(pd):
 
     :param pd: a `pyverbs.pd.PD`.
     :raises TypeError: `pd` is not a `pyverbs.pd.PD`, or is a parent domain.
-    :raises RuntimeError: the object layout of this version of pyverbs is unknown; nothing is changed.
+    :raises RuntimeError: the object layout of this version of pyverbs is unknown, or the pointer points to another
+        protection domain.
     :raises ValueError: the protection domain is closed.
     """
     cdef void **place
@@ -89,7 +91,8 @@ def mr_capsule(mr):
 
     :param mr: a `pyverbs.mr.MR` of any kind.
     :raises TypeError: `mr` is not a `pyverbs.mr.MR`.
-    :raises RuntimeError: the object layout of this version of pyverbs is unknown; nothing is changed.
+    :raises RuntimeError: the object layout of this version of pyverbs is unknown, or the pointer points to another
+        memory region.
     :raises ValueError: the memory region is closed.
     """
     cdef aioverbs_pyverbs_region *region

@@ -1,7 +1,7 @@
 # Part of handles.pyx: queue pairs.
 
 cdef class QueuePair(Handle):
-    """Queue pair: ``ibv_create_qp``; for the type XRC_RECV ``ibv_create_qp_ex``.
+    """Queue pair, created with ``ibv_create_qp``, or with ``ibv_create_qp_ex`` for the type XRC_RECV.
 
     :param pd: protection domain, or a parent domain that provides locks and memory. Not for XRC_RECV.
     :param send_cq: completion queue of its sends. Not for XRC_RECV.
@@ -170,7 +170,7 @@ cdef class QueuePair(Handle):
             self._leave()
 
     def modify(self, qp_state=None, **attributes):
-        """Change the state or other attributes, those that are given: ``ibv_modify_qp``. Return None.
+        """Change the state, other attributes, or both, whichever are given (``ibv_modify_qp``). Return None.
 
         The attributes that a state change requires or allows depend on the queue pair's type.
 
@@ -200,6 +200,8 @@ cdef class QueuePair(Handle):
             not part of the change, or out of range; nothing is changed.
         :raises BusyResourceError: another thread is changing the state.
         :raises AffinityError: the caller is not the queue pair's owner.
+        :raises ClosedResourceError: the queue pair is closed.
+        :raises ConcurrentAccessError: another verb is in flight on an object of the same owner or thread domain.
         """
         cdef Modification change = _modification(qp_state, **attributes)
         self._use("ibv_modify_qp")
@@ -211,7 +213,7 @@ cdef class QueuePair(Handle):
         change._record_success(self)
 
     def begin_modify(self, qp_state=None, **attributes):
-        """Prepare a change of the queue pair, like that of `modify`, whose verb can then be called in another thread.
+        """Prepare a change of the queue pair like that of `modify`, but do not call the verb: another thread may do so.
 
         On some devices the verb resolves the peer's address in the kernel, which takes seconds if the peer does not
         answer. Until the modification has ended, every other use of the queue pair raises `BusyResourceError`.
@@ -224,6 +226,8 @@ cdef class QueuePair(Handle):
         :raises OverflowError: a number does not fit in its field.
         :raises BusyResourceError: another call is changing the state.
         :raises AffinityError: the caller is not the queue pair's owner.
+        :raises ClosedResourceError: the queue pair is closed.
+        :raises ConcurrentAccessError: another verb is in flight on an object of the same owner or thread domain.
         """
         cdef Modification change = _modification(qp_state, **attributes)
         change.loop = _running_loop()
@@ -276,15 +280,17 @@ cdef class QueuePair(Handle):
 
     @property
     def state(self):
-        """The last known `QpState`: the state to which the queue pair was moved, which `query` found, or into which the
-        queue pair is known to have failed. No verb is called. It can also be read after `destroy`."""
+        """The last known `QpState`: the state to which the queue pair was moved, that `query` found, or into which the
+        queue pair is known to have failed. No verb is called, and this never raises, even after `destroy`."""
         return QpState(self._state)
 
     def query(self):
-        """Query the state and the other attributes: ``ibv_query_qp``. The property `state` is set to the state found.
+        """Query the state and the other attributes (``ibv_query_qp``). The property `state` is set to the state found.
 
         :returns: a new `QpAttributes`.
         :raises AffinityError: the caller is not the queue pair's owner.
+        :raises ClosedResourceError: the queue pair is closed.
+        :raises ConcurrentAccessError: another verb is in flight on an object of the same owner or thread domain.
         :raises BusyResourceError: a modification made by `begin_modify` has not ended.
         :raises VerbsError: the verb failed.
         """
@@ -438,6 +444,8 @@ cdef class Modification:
         :returns: True if the verb was called and succeeded; False if it was not called.
         :raises RuntimeError: the verb is running; nothing is done.
         :raises VerbsError: the verb failed, as for `QueuePair.modify`; the queue pair is usable again.
+        :raises ConcurrentAccessError: the software device refused the verb, because another verb was in flight on the
+            queue pair or in its thread domain; the queue pair is usable again.
         """
         if not self._verb_is_over():
             raise RuntimeError("the verb is running: wait until run() returns")
@@ -499,7 +507,7 @@ def _modification(
 ):
     """Return a new `Modification` with the given attributes, which are those of `QueuePair.modify`, and their mask.
 
-    It does not belong to a queue pair yet.
+    The modification does not belong to a queue pair yet.
 
     :raises TypeError: there is no attribute of that name.
     :raises ValueError: the `dgid` of `av` is not 16 bytes long.

@@ -160,7 +160,7 @@ cdef class Event:
 
 
 cdef class EventChannel(Handle):
-    """Event channel: ``rdma_create_event_channel``, non-blocking.
+    """Event channel (``rdma_create_event_channel``). Its file descriptor is non-blocking.
 
     :param affinity: owner of the channel; None if any thread may use it.
     :raises LibraryNotFoundError: librdmacm cannot be loaded.
@@ -210,12 +210,14 @@ cdef class EventChannel(Handle):
         return 0
 
     def take_event(self):
-        """Take the next event and acknowledge it, without waiting: ``rdma_get_cm_event``, ``rdma_ack_cm_event``.
+        """Take the next event and acknowledge it, without waiting (``rdma_get_cm_event``, ``rdma_ack_cm_event``).
 
         The identifier in the event of a connection request is new; the caller destroys it.
 
         :returns: the `Event`; None if no event is waiting.
         :raises AffinityError: the caller is not the channel's owner.
+        :raises ClosedResourceError: the channel is destroyed.
+        :raises ConcurrentAccessError: another verb is in flight on an object of the same owner.
         :raises VerbsError: ``rdma_get_cm_event`` failed.
         """
         cdef rdma_cm_event *event = NULL
@@ -262,7 +264,7 @@ cdef class EventChannel(Handle):
 
 
 cdef class Identifier(Handle):
-    """Identifier of a connection or a listener, for connected queue pairs (RDMA_PS_TCP): ``rdma_create_id``.
+    """Identifier (``rdma_create_id``) of a connection or a listener, for connected queue pairs (RDMA_PS_TCP).
 
     Addresses have the same form as those of sockets: ``(host, port)``, or four values for IPv6. Results of requests
     arrive as events. Each method returns None unless its description says otherwise; it raises `VerbsError` if its
@@ -366,7 +368,8 @@ cdef class Identifier(Handle):
 
     @property
     def local_address(self):
-        """Local address of the identifier, ``(host, port)`` or four values for IPv6; None if it is not bound.
+        """Local address of the identifier, ``(host, port)`` or four values for IPv6; None if the identifier is not
+        bound, or has an InfiniBand address.
 
         :raises ClosedResourceError: the identifier is destroyed.
         """
@@ -391,11 +394,15 @@ cdef class Identifier(Handle):
             self._leave()
 
     def bind_addr(self, address):
-        """Bind the identifier to a local address: ``rdma_bind_addr``.
+        """Bind the identifier to a local address (``rdma_bind_addr``).
 
-        :param address: address of this machine, or the wildcard address.
-        :raises OSError: `address` is not an IP address.
+        :param address: address of this machine, or the wildcard address; in the form of `local_address`.
+        :raises OSError: the host in `address` is not an IP address.
+        :raises OverflowError: the port in `address` is not in 0..65535.
         :raises VerbsError: ``rdma_bind_addr`` failed.
+        :raises AffinityError: the caller is not the channel's owner.
+        :raises ClosedResourceError: the identifier is destroyed.
+        :raises ConcurrentAccessError: another verb is in flight on an object of the same owner.
         """
         cdef sockaddr_storage local
         cdef int failed, error
@@ -407,10 +414,13 @@ cdef class Identifier(Handle):
         self._finish(failed, error, "rdma_bind_addr")
 
     def listen(self, int backlog):
-        """Listen for connection requests: ``rdma_listen``.
+        """Listen for connection requests (``rdma_listen``).
 
         :param backlog: number of connection requests that may wait to be taken.
         :raises VerbsError: ``rdma_listen`` failed.
+        :raises AffinityError: the caller is not the channel's owner.
+        :raises ClosedResourceError: the identifier is destroyed.
+        :raises ConcurrentAccessError: another verb is in flight on an object of the same owner.
         """
         cdef int failed, error
         self._use("rdma_listen")
@@ -420,15 +430,19 @@ cdef class Identifier(Handle):
         self._finish(failed, error, "rdma_listen")
 
     def resolve_addr(self, address, int timeout_ms, source=None):
-        """Start to look for the device through which an address is reached, and to bind to it: ``rdma_resolve_addr``.
+        """Start looking for the device through which an address is reached, to bind to it (``rdma_resolve_addr``).
 
         The result arrives as an event, ADDR_RESOLVED or ADDR_ERROR.
 
-        :param address: address of the peer.
-        :param timeout_ms: time limit in milliseconds.
-        :param source: local address to use; None for any.
-        :raises OSError: `address` or `source` is not an IP address.
+        :param address: address of the peer, in the form of `local_address`.
+        :param timeout_ms: time limit in milliseconds; afterwards, ADDR_ERROR arrives.
+        :param source: local address to use, in the same form; None for any.
+        :raises OSError: the host in `address` or `source` is not an IP address.
+        :raises OverflowError: a port is not in 0..65535.
         :raises VerbsError: ``rdma_resolve_addr`` failed.
+        :raises AffinityError: the caller is not the channel's owner.
+        :raises ClosedResourceError: the identifier is destroyed.
+        :raises ConcurrentAccessError: another verb is in flight on an object of the same owner.
         """
         cdef sockaddr_storage remote
         cdef sockaddr_storage local
@@ -445,14 +459,17 @@ cdef class Identifier(Handle):
         self._finish(failed, error, "rdma_resolve_addr")
 
     def resolve_route(self, int timeout_ms):
-        """Start to look for the path to the resolved address: ``rdma_resolve_route``.
+        """Start looking for the path to the resolved address (``rdma_resolve_route``).
 
         The result arrives as an event, ROUTE_RESOLVED or ROUTE_ERROR. If the daemon ibacm is running, librdmacm asks it
         first and blocks until it answers.
 
-        :param timeout_ms: time limit in milliseconds.
+        :param timeout_ms: time limit in milliseconds; afterwards, ROUTE_ERROR arrives.
         :raises VerbsError: ``rdma_resolve_route`` failed; with EINVAL if no address was resolved, with EOPNOTSUPP for
             an iWARP device.
+        :raises AffinityError: the caller is not the channel's owner.
+        :raises ClosedResourceError: the identifier is destroyed.
+        :raises ConcurrentAccessError: another verb is in flight on an object of the same owner.
         """
         cdef int failed, error
         self._use_bound("rdma_resolve_route")
@@ -476,12 +493,15 @@ cdef class Identifier(Handle):
         return 0
 
     def init_qp_attr(self, int qp_state):
-        """Return the attributes with which to move the connection's queue pair to a state: ``rdma_init_qp_attr``.
+        """Return the attributes with which to move the connection's queue pair to a state (``rdma_init_qp_attr``).
 
         :param qp_state: number of the `QpState`.
         :returns: a dict of attributes for `QueuePair.modify`, by name, without ``qp_state``.
         :raises VerbsError: ``rdma_init_qp_attr`` failed; with EINVAL if no address was resolved, with EOPNOTSUPP for an
             iWARP device.
+        :raises AffinityError: the caller is not the channel's owner.
+        :raises ClosedResourceError: the identifier is destroyed.
+        :raises ConcurrentAccessError: another verb is in flight on an object of the same owner.
         """
         cdef v.ibv_qp_attr attr
         cdef int failed, error, mask = 0
@@ -511,7 +531,7 @@ cdef class Identifier(Handle):
 
     def connect(self, *, qp_num, private_data=b"", responder_resources=0, initiator_depth=0, retry_count=0,
                 rnr_retry_count=0, srq=False):
-        """Request a connection: ``rdma_connect``. The arguments are the members of ``struct rdma_conn_param``.
+        """Request a connection (``rdma_connect``). The arguments are the members of ``struct rdma_conn_param``.
 
         The result arrives as an event.
 
@@ -525,6 +545,9 @@ cdef class Identifier(Handle):
         :raises OverflowError: a number does not fit in its field, or `private_data` has more than 255 bytes.
         :raises VerbsError: ``rdma_connect`` failed; with EINVAL if no address was resolved, with EOPNOTSUPP for an
             iWARP device.
+        :raises AffinityError: the caller is not the channel's owner.
+        :raises ClosedResourceError: the identifier is destroyed.
+        :raises ConcurrentAccessError: another verb is in flight on an object of the same owner.
         """
         cdef rdma_conn_param param
         cdef int failed, error
@@ -542,6 +565,9 @@ cdef class Identifier(Handle):
 
         :raises VerbsError: ``rdma_establish`` failed; with EINVAL if no address was resolved, with EOPNOTSUPP for an
             iWARP device.
+        :raises AffinityError: the caller is not the channel's owner.
+        :raises ClosedResourceError: the identifier is destroyed.
+        :raises ConcurrentAccessError: another verb is in flight on an object of the same owner.
         """
         cdef int failed, error
         self._use_bound("rdma_establish")
@@ -552,7 +578,7 @@ cdef class Identifier(Handle):
 
     def accept(self, *, qp_num, private_data=b"", responder_resources=0, initiator_depth=0, rnr_retry_count=0,
                srq=False):
-        """Accept the connection request of this identifier: ``rdma_accept``. The result arrives as an event.
+        """Accept the connection request of this identifier (``rdma_accept``). The result arrives as an event.
 
         :param qp_num: number of the local queue pair.
         :param private_data: bytes for the peer.
@@ -562,6 +588,9 @@ cdef class Identifier(Handle):
         :param srq: whether the queue pair uses a shared receive queue.
         :raises OverflowError: a number does not fit in its field, or `private_data` has more than 255 bytes.
         :raises VerbsError: ``rdma_accept`` failed; with EOPNOTSUPP for an iWARP device.
+        :raises AffinityError: the caller is not the channel's owner.
+        :raises ClosedResourceError: the identifier is destroyed.
+        :raises ConcurrentAccessError: another verb is in flight on an object of the same owner.
         """
         cdef rdma_conn_param param
         cdef int failed, error
@@ -574,11 +603,14 @@ cdef class Identifier(Handle):
         self._finish(failed, error, "rdma_accept")
 
     def reject(self, private_data=b""):
-        """Reject the connection request of this identifier: ``rdma_reject``.
+        """Reject the connection request of this identifier (``rdma_reject``).
 
         :param private_data: bytes for the peer, at most 255.
         :raises OverflowError: `private_data` has more than 255 bytes.
         :raises VerbsError: ``rdma_reject`` failed.
+        :raises AffinityError: the caller is not the channel's owner.
+        :raises ClosedResourceError: the identifier is destroyed.
+        :raises ConcurrentAccessError: another verb is in flight on an object of the same owner.
         """
         cdef int failed, error
         cdef bytes data = bytes(private_data)
@@ -591,10 +623,13 @@ cdef class Identifier(Handle):
         self._finish(failed, error, "rdma_reject")
 
     def disconnect(self):
-        """End the connection, or confirm that the peer has ended it: ``rdma_disconnect``.
+        """End the connection, or confirm that the peer has ended it (``rdma_disconnect``).
 
         :raises VerbsError: ``rdma_disconnect`` failed; with EINVAL if no address was resolved, with EOPNOTSUPP for an
             iWARP device.
+        :raises AffinityError: the caller is not the channel's owner.
+        :raises ClosedResourceError: the identifier is destroyed.
+        :raises ConcurrentAccessError: another verb is in flight on an object of the same owner.
         """
         cdef int failed, error
         self._use_bound("rdma_disconnect")

@@ -1,7 +1,7 @@
 # Part of handles.pyx: shared receive queues.
 
 cdef class SharedReceiveQueue(Handle):
-    """Shared receive queue: ``ibv_create_srq``, or ``ibv_create_srq_ex`` for a queue that XRC queue pairs use.
+    """Shared receive queue, created with ``ibv_create_srq``, or with ``ibv_create_srq_ex`` for XRC queue pairs.
 
     :param pd: protection domain, or a parent domain that provides locks and memory.
     :param max_wr: minimum number of receives that the queue holds; `query` returns the actual one.
@@ -47,7 +47,8 @@ cdef class SharedReceiveQueue(Handle):
         self, ProtectionDomain pd, uint32_t max_wr, uint32_t max_sge, uint32_t limit, xrc_domain, cq, str verb
     ):
         """Create the queue with `verb`, which names the function, arm its limit, and count it as a user of its parents.
-        If that fails, these are left unchanged.
+        If that fails, the queue is destroyed and the parents are left unchanged; but if the queue cannot be destroyed,
+        its handle stays open.
 
         :raises VerbsError: a verb failed.
         :raises ClosedResourceError: the protection domain, the XRC domain or the completion queue is closed.
@@ -138,6 +139,8 @@ cdef class SharedReceiveQueue(Handle):
         """Number of the queue, an int, which XRC peers need to send to it. Each use calls ``ibv_get_srq_num``.
 
         :raises AffinityError: the caller is not the queue's owner.
+        :raises ClosedResourceError: the queue is closed.
+        :raises ConcurrentAccessError: another verb is in flight on an object of the same owner or thread domain.
         :raises VerbsError: with EINVAL if the queue is not for XRC.
         """
         cdef uint32_t number = 0
@@ -151,16 +154,19 @@ cdef class SharedReceiveQueue(Handle):
         return number
 
     def modify(self, max_wr=None, limit=None):
-        """Resize the queue or arm its limit, or both: ``ibv_modify_srq``. Return None.
+        """Resize the queue or arm its limit, or both (``ibv_modify_srq``). Return None.
 
-        :param max_wr: new minimum number of receives; receives in the queue stay there. None to leave it unchanged.
+        :param max_wr: new minimum number of receives that the queue holds; receives in the queue stay there. None to
+            leave the size unchanged.
         :param limit: the event ``EventType.SRQ_LIMIT_REACHED`` is raised, once, when fewer receives than this are left;
-            0 for never. None to leave it unchanged.
+            0 for never. None to leave the limit unchanged.
         :raises AffinityError: the caller is not the queue's owner.
+        :raises ClosedResourceError: the queue is closed.
+        :raises ConcurrentAccessError: another verb is in flight on an object of the same owner or thread domain.
         :raises OverflowError: an argument is not in 0..2**32-1.
         :raises VerbsError: with EINVAL if more receives than `max_wr` are in the queue, or have completed without being
-            polled, or if `limit` exceeds the size of the queue; also if a parent domain's allocator failed, whose
-            exception is then the cause. The queue is unchanged.
+            polled, or if `limit` exceeds the size of the queue; also if a parent domain's allocator failed: its
+            exception is then the cause, or propagates unchanged if it is not an `Exception`. The queue is unchanged.
         """
         cdef int mask = 0
         if max_wr is not None:
@@ -193,10 +199,12 @@ cdef class SharedReceiveQueue(Handle):
         self._check("ibv_modify_srq", error)
 
     def query(self):
-        """Query the size and the limit of the queue: ``ibv_query_srq``.
+        """Query the size and the limit of the queue (``ibv_query_srq``).
 
         :returns: a new `SrqAttributes`.
         :raises AffinityError: the caller is not the queue's owner.
+        :raises ClosedResourceError: the queue is closed.
+        :raises ConcurrentAccessError: another verb is in flight on an object of the same owner or thread domain.
         :raises VerbsError: the verb failed.
         """
         cdef v.ibv_srq_attr attr

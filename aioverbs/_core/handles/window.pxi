@@ -1,7 +1,7 @@
 # Part of handles.pyx: memory windows.
 
 cdef class MemoryWindow(Handle):
-    """Memory window: ``ibv_alloc_mw``. A `WorkQueue` binds it to a part of a memory region.
+    """Memory window (``ibv_alloc_mw``). A `WorkQueue` binds it to a part of a memory region.
 
     :param pd: the protection domain.
     :param mw_type: a `MwType`. A type 1 window is bound and unbound by a verb of its own. A type 2 window is bound by a

@@ -2,10 +2,10 @@
 # layer below that module, use its private fields.
 
 cdef class XrcDomain(Handle):
-    """XRC domain: ``ibv_open_xrcd``.
+    """XRC domain (``ibv_open_xrcd``).
 
-    `destroy` calls ``ibv_close_xrcd``; it raises BusyResourceError as long as a queue pair or a shared receive queue
-    made with this handle exists. The domain ends when its last handle in any process is destroyed.
+    `destroy` calls ``ibv_close_xrcd`` and raises BusyResourceError as long as a queue pair or a shared receive queue
+    created with this handle exists. The domain ends when its last handle in any process is destroyed.
 
     :param context: the device.
     :param fd: file descriptor whose inode identifies the domain, in all processes that open a file of that inode; -1

@@ -184,7 +184,8 @@ cdef class NativeAllocator:
         :param context: context of the parent domain; ignored.
         :returns: the address, an int, which the caller passes to `free`; a `DefaultAllocator` always returns
             `USE_DEFAULT`, which must not be freed.
-        :raises ValueError: `size` or `alignment` is invalid.
+        :raises ValueError: `size` is less than 1, or `alignment` is not a power of two.
+        :raises OverflowError: `size`, `alignment` or `resource_type` does not fit in 64 bits.
         :raises OSError: no such memory is available; the message says what to do.
         :raises MemoryError: there is not enough memory for the allocator's bookkeeping.
         """
@@ -192,8 +193,10 @@ cdef class NativeAllocator:
         return self._allocate(size, alignment, resource_type)
 
     def _allocate(self, size_t size, size_t alignment, uint64_t resource_type):
-        """Allocate a piece; the caller has checked `size` and `alignment`. Return its address, or `USE_DEFAULT`.
+        """Allocate a piece; the caller has checked `size` and `alignment`. Return the address of the piece, or
+        `USE_DEFAULT`.
 
+        :raises OverflowError: an argument does not fit in 64 bits.
         :raises OSError: no such memory is available.
         :raises MemoryError: there is not enough memory for the allocator's bookkeeping.
         """
@@ -230,7 +233,7 @@ cdef class NativeAllocator:
 
     def statistics(self):
         """Return a new `AllocatorStatistics`: the number of pieces that are allocated now, and the number of bytes that
-        they take."""
+        these pieces take."""
         cdef alloc_source *source = _source_of(self)
         cdef alloc_counts counts
         with nogil:

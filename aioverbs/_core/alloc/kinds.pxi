@@ -4,7 +4,7 @@
 cdef class DefaultAllocator(NativeAllocator):
     """Allocator that leaves all memory to the provider: ``allocate`` returns `USE_DEFAULT`.
 
-    Meant as the inner allocator of a `RecordingAllocator`, which then records what a provider allocates.
+    It is meant as the inner allocator of a `RecordingAllocator`, which then records what a provider allocates.
     """
 
     def __init__(self):
@@ -26,10 +26,10 @@ cdef class SharedPageAllocator(NativeAllocator):
 cdef class SharedMemoryAllocator(NativeAllocator):
     """Allocator of memory in a shared protection domain, which the queue pairs of all its processes can access.
 
-    Made by `ProtectionDomain.shared_memory`. A piece takes at least 64 KiB of address space, but physical memory only
-    for the pages that are accessed; an `ArenaAllocator` packs small pieces together. When a process dies, its pieces
-    become free for the other processes. The child of a fork has none of the memory and cannot allocate: import the
-    domain there.
+    Use `ProtectionDomain.shared_memory` to create one. A piece takes at least 64 KiB of address space, but physical
+    memory only for the pages that are accessed; an `ArenaAllocator` packs small pieces together. When a process dies,
+    its pieces become free for the other processes. A forked child does not inherit the memory and cannot allocate:
+    import the domain there.
 
     :param area: capsule from the protection domain.
     :raises ValueError: `area` is not such a capsule.
@@ -41,7 +41,8 @@ cdef class SharedMemoryAllocator(NativeAllocator):
     def close(self):
         """Stop allocating, as happens when the protection domain is closed. The memory is released with its last piece.
 
-        Allocated pieces stay valid and can still be freed. From now on, `allocate` raises OSError.
+        Allocated pieces stay valid and can still be freed. From now on, `allocate` raises OSError with ENXIO. Further
+        calls do nothing.
         """
         cdef alloc_source *source = _source_of(self)
         with nogil:
@@ -74,7 +75,7 @@ cdef class NumaAllocator(NativeAllocator):
 
 @cython.final
 cdef class ArenaAllocator(NativeAllocator):
-    """Allocator that serves many small and large pieces from few mappings.
+    """Allocator that serves many small and large pieces from a small number of mappings.
 
     Small pieces share chunks. The size of each is rounded up to a power of two of at least one cache line, so that
     8-byte doorbell records written by different processors do not slow each other down. A piece larger than half a

@@ -29,10 +29,12 @@ cdef class RecordingAllocator(NativeAllocator):
         :param pd: the parent domain, for an inner allocator written in Python; None for a buffer.
         :param context: context of the parent domain, for an inner allocator written in Python.
         :returns: the inner allocator's result: an address, which the caller passes to `free`, or `USE_DEFAULT`. An
-            allocator written in Python may also return None, which means that it has no memory.
+            allocator written in Python may also return None, which means that it has no memory. An invalid result of
+            such an allocator is returned unchanged and recorded as a failure.
         :raises ValueError: `size` or `alignment` is invalid, or the inner allocator returns an address that is in use.
-        :raises OSError: the inner allocator has no such memory. Exceptions of an allocator written in Python are raised
-            unchanged.
+        :raises OverflowError: `size`, `alignment` or `resource_type` does not fit in 64 bits.
+        :raises OSError: the inner allocator has no such memory. Exceptions that an allocator written in Python raises
+            propagate unchanged.
         :raises MemoryError: there is not enough memory for the record; nothing is allocated.
         """
         if self.alloc:
@@ -68,8 +70,9 @@ cdef class RecordingAllocator(NativeAllocator):
         :param resource_type: the resource type that `allocate` was given.
         :param pd: the parent domain, for an inner allocator written in Python.
         :param context: context of the parent domain, for an inner allocator written in Python.
-        :raises ValueError: no piece at `address` is allocated through this allocator. Exceptions of an inner allocator
-            written in Python are raised unchanged.
+        :raises ValueError: no piece at `address` is allocated through this allocator; the inner allocator is not
+            called. Exceptions that an inner allocator written in Python raises propagate unchanged, and the record is
+            removed all the same.
         """
         self._free(address, resource_type)
         if not self.alloc:
@@ -79,7 +82,8 @@ cdef class RecordingAllocator(NativeAllocator):
         """Return how much was allocated, now and in the past, for each kind of resource.
 
         :returns: a read-only mapping of `ResourceKind` to `AllocatorUsage`, in the order in which the kinds were first
-            allocated. It is a snapshot, and empty before the first allocation.
+            allocated. The mapping is a snapshot, and empty before the first allocation.
+        :raises MemoryError: there is not enough memory for the snapshot.
         """
         cdef alloc_source *source = _source_of(self)
         cdef alloc_usage *usages = NULL

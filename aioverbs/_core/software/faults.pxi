@@ -43,6 +43,7 @@ cdef class FaultPlan:
     :raises ClosedResourceError: the context, or an object that is passed, is closed.
     :raises ValueError: a number is out of range, the verb or frame kind is unknown, or an object belongs to another
         context.
+    :raises TypeError: an argument has the wrong type.
     :raises VerbsError: with ENOMEM if there is not enough memory for a rule.
     """
 
@@ -67,9 +68,12 @@ cdef class FaultPlan:
 
         :param verb: name of the verb; None for all verbs.
         :param error: error number, 1..4095.
-        :param first: number of the first call that fails, from 1.
+        :param first: 1-based number of the first call that fails.
         :param every: 1 to fail every call from the first onwards, 2 to fail every second one, and so on.
         :param times: number of failing calls; 0 for no limit.
+        :raises ValueError: `verb` is unknown, or a number is out of range.
+        :raises ClosedResourceError: the context is closed.
+        :raises VerbsError: with ENOMEM if there is not enough memory for the rule.
         """
         cdef s.soft_strike strike = _strike(first, every, times)
         cdef int number = _verb_number(verb)
@@ -86,6 +90,9 @@ cdef class FaultPlan:
 
         :param per_million: chance of a failure per 1,000,000 calls, 0..1,000,000; 0 ends the failures.
         :param error: error number, 1..4095.
+        :raises ValueError: a number is out of range.
+        :raises ClosedResourceError: the context is closed.
+        :raises VerbsError: with ENOMEM if there is not enough memory for records.
         """
         cdef uint32_t chance = _check_range("per_million", per_million, 0, MILLION)
         _check_range("error", error, 1, MAX_ERRNO)
@@ -99,16 +106,20 @@ cdef class FaultPlan:
     def count_calls(self, bint on=True):
         """Count the calls of each verb, starting from 0.
 
-        :param on: whether to count; False stops and keeps the counts.
+        :param on: True to count; False to stop counting and keep the counts.
+        :raises ClosedResourceError: the context is closed.
         """
         self.context._enter()
         s.soft_fault_count(self.context.pointer, on)
         self.context._leave()
 
     def calls(self, verb=None):
-        """Return the number of calls that were counted since `count_calls`; 0 if it was never called.
+        """Return the number of calls that were counted since `count_calls` was last called with True; 0 if that never
+        happened.
 
-        :param verb: name of the verb; None for all verbs.
+        :param verb: name of the verb; None for the sum over all verbs.
+        :raises ValueError: `verb` is unknown.
+        :raises ClosedResourceError: the context is closed.
         """
         cdef int number = _verb_number(verb)
         self.context._enter()
@@ -125,15 +136,22 @@ cdef class FaultPlan:
         """Make requests complete with an error status, without being executed. This breaks the queue pair, as a real
         error with that status does.
 
+        Requests are counted from this call onwards, over all queue pairs if `qp` is None.
+
         :param status: a `WcStatus` other than SUCCESS.
         :param qp: the queue pair; None for all.
         :param receives: whether to fail receives instead of sends, when messages arrive for them. On a reliable
             connection, the sender's request then completes with REM_OP_ERR, or with REM_INV_REQ_ERR if `status` is
             LOC_LEN_ERR.
-        :param first: number of the first request that fails, from 1.
+        :param first: 1-based number of the first request that fails.
         :param every: 1 to fail every request from the first onwards, 2 to fail every second one, and so on.
         :param times: number of failing requests; 0 for no limit.
-        :param vendor_err: vendor error code of the completions.
+        :param vendor_err: vendor error code of the completions, 0..2**32-1.
+        :raises ValueError: `status` is SUCCESS or not a `WcStatus`; `first`, `every` or `times` is out of range; or
+            `qp` belongs to another context.
+        :raises OverflowError: `vendor_err` is out of range.
+        :raises ClosedResourceError: the context or `qp` is closed.
+        :raises VerbsError: with ENOMEM if there is not enough memory for the rule.
         """
         cdef s.soft_strike strike = _strike(first, every, times)
         cdef int code = WcStatus(status), error
@@ -154,9 +172,12 @@ cdef class FaultPlan:
         """Lose messages on the way to the receiver. Each transmission of a message counts, including retries.
 
         :param qp: the sending queue pair; None for all.
-        :param first: number of the first transmission that is lost, from 1.
+        :param first: 1-based number of the first transmission that is lost.
         :param every: 1 to lose every transmission from the first onwards, 2 to lose every second one, and so on.
         :param times: number of lost transmissions; 0 for no limit.
+        :raises ValueError: a number is out of range, or `qp` belongs to another context.
+        :raises ClosedResourceError: the context or `qp` is closed.
+        :raises VerbsError: with ENOMEM if there is not enough memory for the rule.
         """
         cdef s.soft_strike strike = _strike(first, every, times)
         cdef int error
@@ -172,6 +193,9 @@ cdef class FaultPlan:
 
         :param per_million: chance of a loss per 1,000,000 messages, 0..1,000,000; 1,000,000 cuts the link, 0 restores
             it.
+        :raises ValueError: `per_million` is out of range.
+        :raises ClosedResourceError: the context is closed.
+        :raises VerbsError: with ENOMEM if there is not enough memory for records.
         """
         cdef uint32_t chance = _check_range("per_million", per_million, 0, MILLION)
         cdef int error
@@ -185,7 +209,9 @@ cdef class FaultPlan:
     def jitter(self, max_ns):
         """Delay the execution of each request by a random time. Only for contexts with a worker thread.
 
-        :param max_ns: upper limit of the delay in nanoseconds; 0 for no delay.
+        :param max_ns: upper limit of the delay in nanoseconds, 0..2**63-1; 0 for no delay.
+        :raises ValueError: `max_ns` is out of range.
+        :raises ClosedResourceError: the context is closed.
         :raises VerbsError: with EINVAL if the context executes requests inline, without a worker thread.
         """
         cdef uint64_t most = _check_range("max_ns", max_ns, 0, (1 << 63) - 1)
@@ -209,24 +235,29 @@ cdef class FaultPlan:
         :param kind: kind of the frames, one of ``frames``; None for all.
         :param qp: the queue pair; None for all.
         :param peer: GID of the peer's device, 16 bytes; None for all.
-        :param first: number of the first frame that is affected, from 1.
+        :param first: 1-based number of the first frame that is affected.
         :param every: 1 to affect every frame from the first onwards, 2 to affect every second one, and so on.
         :param times: number of affected frames; 0 for no limit.
+        :raises ValueError: `kind` is unknown, a number is out of range, `peer` is not 16 bytes, or `qp` belongs to
+            another context.
+        :raises ClosedResourceError: the context or `qp` is closed.
+        :raises VerbsError: with ENOMEM if there is not enough memory for the rule.
         """
         _add_frame_rule(self, s.SOFT_DROP, kind, qp, peer, 0, _strike(first, every, times))
 
     def duplicate_frames(self, kind=None, QueuePair qp=None, *, peer=None, first=1, every=1, times=1):
-        """Deliver frames twice, the second time soon after the first. The arguments are those of `drop_frames`."""
+        """Deliver frames twice, the second time soon after the first. The arguments and errors are those of
+        `drop_frames`."""
         _add_frame_rule(self, s.SOFT_DUPLICATE, kind, qp, peer, 0, _strike(first, every, times))
 
     def delay_frames(self, delay_ns, kind=None, QueuePair qp=None, *, peer=None, first=1, every=1, times=1):
-        """Deliver frames later, so that subsequent frames overtake them. The other arguments are those of
-        `drop_frames`.
+        """Deliver frames later, so that subsequent frames overtake them. The other arguments, and the errors, are those
+        of `drop_frames`.
 
         A stream, that is, a connection with another process, keeps at most 4 MiB of delayed frames; further ones are
         lost.
 
-        :param delay_ns: delay in nanoseconds.
+        :param delay_ns: delay in nanoseconds, 0..2**63-1.
         """
         cdef uint64_t delay = _check_range("delay_ns", delay_ns, 0, (1 << 63) - 1)
         _add_frame_rule(self, s.SOFT_DELAY, kind, qp, peer, delay, _strike(first, every, times))
@@ -234,7 +265,7 @@ cdef class FaultPlan:
     def cut_at_frames(self, kind=None, QueuePair qp=None, *, peer=None, first=1, every=1, times=1):
         """Cut the connection with the other process when a frame arrives: that frame and all frames in flight are lost.
 
-        The arguments are those of `drop_frames`.
+        The arguments and errors are those of `drop_frames`.
         """
         _add_frame_rule(self, s.SOFT_CUT, kind, qp, peer, 0, _strike(first, every, times))
 
@@ -247,6 +278,8 @@ cdef class FaultPlan:
         :param cut: chance that the connection is cut, per 1,000,000.
         :param max_delay_ns: upper limit of the random delays, in nanoseconds.
         :raises ValueError: a number is out of range, or the sum of the chances exceeds 1,000,000.
+        :raises ClosedResourceError: the context is closed.
+        :raises VerbsError: with ENOMEM if there is not enough memory for records.
         """
         cdef uint32_t chances[s.SOFT_FRAME_FAULT_KINDS]
         cdef uint64_t most = _check_range("max_delay_ns", max_delay_ns, 0, (1 << 63) - 1)
@@ -269,7 +302,9 @@ cdef class FaultPlan:
         The connections are made again when they are needed.
 
         :param peer: GID of the peer's device, 16 bytes; None for all peers.
-        :returns: the number of connections that were cut.
+        :returns: the number of connections that were cut, 0 if there is no connection with `peer`.
+        :raises ValueError: `peer` is not 16 bytes.
+        :raises ClosedResourceError: the context is closed.
         """
         cdef bytes gid = _check_gid(peer)
         cdef uint8_t *where = NULL if gid is None else <uint8_t *><char *>gid
@@ -291,6 +326,8 @@ cdef class FaultPlan:
         :param peer: GID of the peer's device, 16 bytes; None for all peers.
         :param on: True to stop reading, False to resume.
         :returns: the number of connections that were stopped or resumed.
+        :raises ValueError: `peer` is not 16 bytes.
+        :raises ClosedResourceError: the context is closed.
         """
         cdef bytes gid = _check_gid(peer)
         cdef uint8_t *where = NULL if gid is None else <uint8_t *><char *>gid
@@ -310,7 +347,10 @@ cdef class FaultPlan:
     def hold(self, QueuePair qp=None):
         """Hold back all further completions until `unhold` is called; `release` releases those held so far.
 
-        :param qp: the queue pair; None for all.
+        :param qp: queue pair whose completions are held back; None for all queue pairs.
+        :raises ValueError: `qp` belongs to another context.
+        :raises ClosedResourceError: the context or `qp` is closed.
+        :raises VerbsError: with ENOMEM if there is not enough memory for the rule.
         """
         cdef int error
         self.context._enter()
@@ -321,7 +361,10 @@ cdef class FaultPlan:
         self.context._check("soft_fault_hold", error)
 
     def held(self):
-        """Return the number of completions that are held back now."""
+        """Return the number of completions that are held back now.
+
+        :raises ClosedResourceError: the context is closed.
+        """
         self.context._enter()
         try:
             return s.soft_fault_held(self.context.pointer)
@@ -335,6 +378,8 @@ cdef class FaultPlan:
         :param shuffled: whether to release them in random order; completions of the same queue pair still keep their
             order.
         :returns: the number of released completions.
+        :raises ValueError: `count` is negative.
+        :raises ClosedResourceError: the context is closed.
         """
         cdef size_t most = _check_range("count", count, 0, (1 << 63) - 1)
         self.context._enter()
@@ -344,7 +389,10 @@ cdef class FaultPlan:
             self.context._leave()
 
     def unhold(self):
-        """Release all completions that are held back, and stop holding back completions."""
+        """Release all completions that are held back, and stop holding back completions.
+
+        :raises ClosedResourceError: the context is closed.
+        """
         self.context._enter()
         s.soft_fault_unhold(self.context.pointer)
         self.context._leave()
@@ -355,21 +403,28 @@ cdef class FaultPlan:
         """Restart the random numbers on which the random faults depend.
 
         :param seed: the seed, 0..2**64-1.
+        :raises OverflowError: `seed` is out of range.
+        :raises ClosedResourceError: the context is closed.
         """
         self.context._enter()
         s.soft_fault_seed(self.context.pointer, seed)
         self.context._leave()
 
     def clear(self):
-        """Remove all rules and release all held completions. Calls are still counted, and delayed frames still
-        arrive."""
+        """Remove all rules and release all held completions. Calls are still counted, and delayed frames still arrive.
+
+        :raises ClosedResourceError: the context is closed.
+        """
         self.context._enter()
         s.soft_fault_clear(self.context.pointer)
         self.context._leave()
 
     def records(self):
         """Return a new list of `FaultRecord`, one for each fault that the plan has caused so far, oldest first. Only
-        the first 4096 faults are recorded."""
+        the first 4096 faults are recorded.
+
+        :raises ClosedResourceError: the context is closed.
+        """
         cdef s.soft_fault_record records[RECORD_BATCH]
         cdef Py_ssize_t total, taken = 0, i
         found = []
@@ -392,6 +447,7 @@ cdef class FaultPlan:
         """Take the device's port down or up, for all contexts. This raises the event ``PORT_ERR`` or ``PORT_ACTIVE``.
 
         :param up: True to take the port up, False to take it down.
+        :raises ClosedResourceError: the context is closed.
         """
         cdef int error
         self.context._enter()
@@ -407,7 +463,10 @@ cdef class FaultPlan:
 
         From then on, verbs return EIO, except for verbs that destroy an object or take an event or completion that has
         already arrived, and no request completes. If a peer is accessing memory of a request in flight, this call waits
-        for it, for at most 2 s.
+        until the access ends, for at most 2 s. Further calls have no effect.
+
+        :raises ClosedResourceError: the context is closed.
+        :raises VerbsError: with ENOMEM if memory ran out.
         """
         cdef int error
         self.context._enter()
@@ -422,6 +481,9 @@ cdef class FaultPlan:
         """Break a queue pair as a hardware fault would: it enters ERR. This raises the event ``QP_FATAL``.
 
         :param qp: the queue pair.
+        :raises ValueError: `qp` belongs to another context.
+        :raises ClosedResourceError: `qp` or its context is closed.
+        :raises VerbsError: with ENOMEM if memory ran out.
         """
         cdef int error
         self._enter_own(qp)
@@ -436,6 +498,9 @@ cdef class FaultPlan:
         """Break a completion queue as an overrun would. This raises the event ``CQ_ERR``.
 
         :param cq: the completion queue.
+        :raises ValueError: `cq` belongs to another context.
+        :raises ClosedResourceError: `cq` or its context is closed.
+        :raises VerbsError: with ENOMEM if memory ran out.
         """
         cdef int error
         self._enter_own(cq)
@@ -450,6 +515,9 @@ cdef class FaultPlan:
         """Break a shared receive queue: no more receives are taken from it. This raises the event ``SRQ_ERR``.
 
         :param srq: the shared receive queue.
+        :raises ValueError: `srq` belongs to another context.
+        :raises ClosedResourceError: `srq` or its context is closed.
+        :raises VerbsError: with ENOMEM if memory ran out.
         """
         cdef int error
         self._enter_own(srq)

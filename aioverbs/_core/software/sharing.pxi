@@ -5,12 +5,13 @@
 
 
 def share(ProtectionDomain pd not None, uint64_t share_key):
-    """Share a protection domain, so that other contexts of the device can open instances of it: ``ibv_alloc_shpd``.
+    """Share a protection domain, so that other contexts of the device can open instances of it (``ibv_alloc_shpd``).
 
     :param pd: the domain, or a parent domain that is based on it.
     :param share_key: a secret, 0..2**64-1, that the other contexts need.
-    :returns: the number of the domain, for `open_shared`.
-    :raises OverflowError: the key does not fit in 64 bits.
+    :returns: the number of the domain, an int for `open_shared`.
+    :raises OverflowError: `share_key` does not fit in 64 bits.
+    :raises ClosedResourceError: the domain is closed.
     :raises VerbsError: with EEXIST if the domain is already shared; with EOPNOTSUPP on RDMA devices.
     """
     cdef uint32_t number = 0
@@ -28,15 +29,17 @@ def share(ProtectionDomain pd not None, uint64_t share_key):
 
 
 def open_shared(handles.Context context not None, uint32_t number, uint64_t share_key):
-    """Open another instance of a shared protection domain: ``ibv_share_pd``.
+    """Open another instance of a shared protection domain (``ibv_share_pd``).
 
-    Any context of the device can open one. Objects made with an instance belong to that instance and must be destroyed
+    Any context of the device can open one. Objects created in an instance belong to it and must be destroyed
     before it; queue pairs of one instance may use memory regions of another. The domain ends with its last instance.
 
     :param context: a context of the device.
     :param number: the number that `share` returned.
     :param share_key: the key that `share` was given.
     :returns: a new `ProtectionDomain`; the caller destroys it.
+    :raises OverflowError: `number` does not fit in 32 bits, or `share_key` in 64 bits.
+    :raises ClosedResourceError: the context is closed.
     :raises VerbsError: with ENOENT if no domain is shared under that number; with EACCES if the key is wrong; with
         EOPNOTSUPP on RDMA devices.
     """
@@ -50,6 +53,8 @@ def import_shared(handles.Context context not None, int fd, uint64_t share_key):
     :param fd: descriptor that `export` returned in the other process; the caller keeps it.
     :param share_key: key that `open_shared` will require for further instances in this process.
     :returns: a new `ProtectionDomain`; the caller destroys it.
+    :raises OverflowError: `share_key` does not fit in 64 bits.
+    :raises ClosedResourceError: the context is closed.
     :raises VerbsError: with ENOENT if the domain has ended with its last instance; with EPROTO if `fd` is not such a
         descriptor; with EMFILE if too many processes share the domain; with ENOMEM if memory ran out; with EOPNOTSUPP
         on RDMA devices.
@@ -93,6 +98,7 @@ def export(ProtectionDomain pd not None):
     `shared_area`.
 
     :param pd: an instance of the domain.
+    :raises ClosedResourceError: `pd` is closed.
     :raises VerbsError: with EINVAL if the domain is not shared; with EMFILE or ENOMEM if no descriptor or memory is
         left; with EOPNOTSUPP on RDMA devices.
     """
@@ -110,10 +116,11 @@ def export(ProtectionDomain pd not None):
 
 
 def shared_area(ProtectionDomain pd not None):
-    """Return the memory that the queue pairs of all processes of the domain can access, as a capsule for
-    `SharedMemoryAllocator`.
+    """Return a capsule for `SharedMemoryAllocator`, which contains the memory that the queue pairs of all processes of
+    the domain can access.
 
     :param pd: an instance of the domain.
+    :raises ClosedResourceError: `pd` is closed.
     :raises VerbsError: as for `export`.
     """
     cdef const s.alloc_area *area = NULL

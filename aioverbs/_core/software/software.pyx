@@ -38,15 +38,15 @@ from aioverbs._core.handles.handles cimport (
 
 def discard_descriptor(int descriptor):
     """Close a file descriptor that another process sent, in a thread of its own, because closing it may block for as
-    long as that process likes. Return immediately, before the descriptor is closed.
+    long as that process likes. Return immediately, possibly before the descriptor is closed. Never fails.
 
-    :param descriptor: the file descriptor.
+    :param descriptor: the file descriptor; nothing is done if it is negative.
     """
     s.soft_descriptor_discard(descriptor)
 
 
 def _halt_devices():
-    """Stop the threads of all open software devices. Called when the interpreter shuts down."""
+    """Stop the threads of all open software devices. This is called when the interpreter shuts down."""
     # The interpreter frees registered memory when it shuts down; the device's threads must no longer write to it then.
     for handle in open_handles():
         if isinstance(handle, Context):
@@ -76,8 +76,9 @@ cdef class Context(handles.Context):
         :param settings: `SoftSettings` for peers in other processes, which take effect if no other context of the
             device is open; None for the defaults, as with an empty environment.
         :returns: a new `Context`; the caller destroys it.
-        :raises ValueError: an argument is out of range, or `delay_ns` is given with "inline".
-        :raises OverflowError: the port or `delay_ns` is out of range.
+        :raises ValueError: `execution` is neither of the two, `delay_ns` is negative or given with "inline", the IP
+            address is not 4 or 16 bytes long, or `settings` exceed the limits of the device.
+        :raises OverflowError: the port is not in 0..65535, or `delay_ns` exceeds 2**64-1.
         :raises VerbsError: with EINVAL if no device can have the address; with the error of listening at the address,
             such as EADDRINUSE; with EMFILE or ENOMEM if no descriptor or memory is left.
         """
@@ -158,6 +159,7 @@ cdef class Context(handles.Context):
         """Return a new `FabricStatistics` for the device's links to other processes.
 
         :raises ClosedResourceError: the context is closed.
+        :raises MemoryError: there is not enough memory for a copy of the statistics.
         """
         self._enter()
         try:

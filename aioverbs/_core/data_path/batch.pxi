@@ -101,7 +101,7 @@ cdef class Batch(SendVerbs):
         :raises ValueError: the batch is empty, or has more requests than the send queue has places.
         :raises RuntimeError: the batch was posted before.
         :raises ClosedResourceError: the queue pair, or memory of a request, is closed. See `SendVerbs` for further
-            errors. If any error is raised, nothing is posted.
+            errors. If any exception is raised, nothing is posted, and the batch can be posted again.
         """
         return self._post(False)
 
@@ -164,7 +164,7 @@ cdef class Batch(SendVerbs):
         return self
 
     async def __aexit__(self, kind, error, traceback):
-        """Post the batch and await it, unless the block raised, the batch is empty, or it was posted before.
+        """Post the batch and await it, unless the block raised, the batch is empty, or the block has posted it.
 
         :raises BatchError: requests failed. Other errors are those of `post`.
         """

@@ -124,7 +124,7 @@ cdef class CqDispatcher:
 
     def _turn(self):
         """Poll for completions and dispatch them, which wakes the tasks that await them. If more work may follow,
-        schedule the next call. Runs on the home loop, at most once in each of its turns."""
+        schedule the next call. This runs on the home loop, at most once in each of that loop's turns."""
         cdef section within
         section_enter(&within, self._section())
         try:
@@ -187,6 +187,8 @@ cdef class CqDispatcher:
     def acknowledge(self):
         """Acknowledge the events that were taken and not yet acknowledged (``ibv_ack_cq_events``), if there are any.
 
+        :raises AffinityError: there are such events, but the caller is not on the thread and event loop that own the
+            queue.
         :raises ClosedResourceError: there are such events, but the queue is destroyed.
         :raises ConcurrentAccessError: another thread is inside a verb of the same thread domain.
         """
@@ -443,8 +445,10 @@ cdef class CqDispatcher:
         """Poll for completions and dispatch them until the queue is empty.
 
         Unlike other polls, this one is not skipped while another thread is dispatching older completions: the queue may
-        be about to end.
+        be about to end. If polling fails, its error is not raised, but breaks the queue as described for `broke`.
 
+        :raises AffinityError: the caller is not on the thread and event loop that own the queue.
+        :raises ClosedResourceError: the queue is destroyed.
         :raises ConcurrentAccessError: another thread is inside a verb of the same thread domain.
         """
         cdef section within
@@ -460,9 +464,9 @@ cdef class CqDispatcher:
 
         The queue pairs that complete here are reset first. Until a queue pair is reset, the device may write to the
         memory of its requests, which therefore stays pinned: a peer's next message would otherwise arrive in memory
-        that has been reused. Do nothing if the queue has already failed, unless `gone` is newly True.
+        that has been reused. Do nothing if the queue has already failed, unless `gone` is True for the first time.
 
-        :param error: the cause.
+        :param error: exception that is the cause; kept only if the queue has not failed before.
         :param gone: whether the device is lost (DEVICE_FATAL) and no longer does anything. This may be reported after
             another error.
         """

@@ -46,8 +46,8 @@ cdef class Inbox:
     def __anext__(self):
         """Return an `Operation` that takes the next message.
 
-        Awaiting the operation returns what ``wrap`` returned for the message. After the last message it raises
-        StopAsyncIteration, or the error that ended the iterator.
+        Awaiting the operation returns the item that ``wrap`` returned for the message. After the last message, awaiting
+        raises StopAsyncIteration, or the exception that ended the iterator.
 
         :raises AffinityError: the caller is not on the thread and event loop that own the queue.
         :raises ClosedResourceError: the queue is destroyed, and the iterator has not ended.
@@ -175,8 +175,8 @@ cdef class Inbox:
         return 0
 
     def _deliver_message_later(self):
-        """Complete the pending await, if there is one, with the oldest message. Called on the loop of the waiting
-        task."""
+        """Complete the pending await, if there is one, with the oldest message, or with the end of the iterator if no
+        message is left. This is called on the loop of the waiting task."""
         self._deliver_message()
 
     cdef int _withdraw(self, Operation operation) except -1:
@@ -214,7 +214,7 @@ def empty_inbox(Inbox inbox not None):
     """Remove the messages that no await has taken yet from an inbox.
 
     :param inbox: the inbox.
-    :returns: a list of these messages, which no await will return.
+    :returns: a list of these messages, oldest first, which no await will return.
     """
     cdef section within
     section_enter(&within, _section(inbox.queue))
@@ -290,7 +290,8 @@ cdef class Message(Received):
     def release(self):
         """Give the memory back, so that it is posted again. Further calls do nothing. Afterwards, `data` is empty.
 
-        If giving the memory back raises an error, the message keeps the memory and `release` may be called again.
+        If giving the memory back raises an exception, that propagates, the message keeps the memory, and `release` may
+        be called again.
         """
         cdef section within
         section_enter(&within, <PyObject *>self)        # if several threads release it, only one gives the memory back
@@ -310,7 +311,8 @@ cdef class Message(Received):
         return self
 
     def __exit__(self, kind, error, traceback):
-        """Release the message, with the errors of `release`. An exception from the block is not suppressed."""
+        """Release the message; exceptions that `release` raises propagate. An exception from the block is not
+        suppressed."""
         self.release()
 
     def __del__(self):

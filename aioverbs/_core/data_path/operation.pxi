@@ -137,6 +137,7 @@ cdef class Operation:
 
         :raises AffinityError: the caller is not on the thread and event loop that own the queue.
         :raises ConcurrentAccessError: another thread is inside a verb of the same thread domain.
+        :raises ForkedProcessError: the request was posted in the parent process, before this process was forked.
         """
         cdef section within
         section_enter(&within, _section(self.queue))
@@ -160,7 +161,7 @@ cdef class Operation:
     def result(self):
         """Return the result that awaiting the operation would return, or raise the error that it would raise.
 
-        Can be called any number of times and from any thread. Does not poll: see `done`.
+        This can be called any number of times and from any thread. It does not poll: see `done`.
 
         :raises asyncio.InvalidStateError: the operation is not known to be done.
         :raises WorkCompletionError: the request completed with an error status. See the class for other errors.
@@ -277,9 +278,13 @@ cdef class Operation:
         :param value: ignored.
         :returns: a future that the task has to wait for, or None if the task should run again in the loop's next turn.
         :raises StopIteration: the operation is done; ``value`` of the exception is the result. If the request failed,
-            its error is raised instead.
+            its exception is raised instead: see the class.
         :raises AffinityError: the caller is not on the thread and event loop that own the queue.
-        :raises RuntimeError: another task awaits the operation, or the operation was awaited before.
+        :raises ConcurrentAccessError: another thread is inside a verb of the same thread domain.
+        :raises ForkedProcessError: the request was posted in the parent process, before this process was forked.
+        :raises BrokenResourceError: the completion queue is broken, so that the operation would never complete.
+        :raises RuntimeError: another task awaits the operation, or the operation was awaited before or is part of a
+            batch; or no asyncio event loop is running.
         """
         cdef PyObject *result = NULL
         cdef int kind = operation_send(<PyObject *>self, <PyObject *>value, &result)
@@ -297,9 +302,10 @@ cdef class Operation:
 
         :param kind: exception type or exception.
         :param value: exception, if `kind` is a type; None for a new one of that type.
-        :param traceback: traceback to raise the exception with.
-        :raises AffinityError: the caller is not on the thread and event loop that own the queue.
-        :raises RuntimeError: another task awaits the operation.
+        :param traceback: traceback to raise the exception with; None to leave the exception's own.
+        :raises AffinityError: the caller is not on the thread and event loop that own the queue; nothing is done.
+        :raises ConcurrentAccessError: another thread is inside a verb of the same thread domain; nothing is done.
+        :raises RuntimeError: another task awaits the operation; nothing is done.
         """
         cdef section within
         section_enter(&within, _section(self.queue))
@@ -317,8 +323,9 @@ cdef class Operation:
         """Stop awaiting, like ``close`` of any coroutine. A posted request continues. Do nothing if the operation is
         done.
 
-        :raises AffinityError: the caller is not on the thread and event loop that own the queue.
-        :raises RuntimeError: another task awaits the operation.
+        :raises AffinityError: the caller is not on the thread and event loop that own the queue; nothing is done.
+        :raises ConcurrentAccessError: another thread is inside a verb of the same thread domain; nothing is done.
+        :raises RuntimeError: another task awaits the operation; nothing is done.
         """
         cdef section within
         section_enter(&within, _section(self.queue))
@@ -596,7 +603,7 @@ cdef class Received:
         The view is empty for an RDMA WRITE with immediate data, even if ``byte_len`` is not 0: ``local`` contains no
         part of the data.
 
-        :raises ClosedResourceError: the memory is closed.
+        :raises ClosedResourceError: the region is closed, or the buffer was released to its pool.
         :raises ValueError: the message was received into several pieces of memory; read the pieces in ``local``
             instead.
         """

@@ -195,7 +195,7 @@ cdef class QpWorkState:
 
     def close(self):
         """Refuse further requests with ClosedResourceError. Requests that wait for a place in a queue end as if they
-        had been flushed; posted requests continue."""
+        had been flushed: awaiting them raises WorkCompletionError with WR_FLUSH_ERR. Posted requests continue."""
         cdef section within
         section_enter(&within, self._section())
         try:
@@ -211,7 +211,7 @@ cdef class QpWorkState:
             (<WorkQueue>queue).closing = False
 
     def abandon(self, error):
-        """End all requests, in flight or waiting for a place, after the queue pair was destroyed.
+        """End all requests, in flight or waiting for a place, after the queue pair has been destroyed.
 
         :param error: exception that awaiting these requests raises.
         """
@@ -338,8 +338,8 @@ cdef class QpWorkState:
         return 0
 
     def resume(self):
-        """Schedule the pending state change of the queue pair on the home loop again. Called when a state change made
-        by another thread may have ended."""
+        """Schedule the pending state change of the queue pair on the home loop again. This is called when a state
+        change made by another thread may have ended."""
         self._queue_transition((<WorkQueue>self.queues()[0]).dispatcher)
 
     def end_modification(self, loop=None, callback=None):
@@ -354,8 +354,12 @@ cdef class QpWorkState:
         return self.handle._end_modification()
 
     def run_transition(self):
-        """Move the queue pair to the pending state, RESET or ERR. Called on the loop of the queue pair's owner, because
-        the loop that dispatches its completions may not do so."""
+        """Move the queue pair to the pending state, RESET or ERR; do nothing if no state change is pending or the queue
+        pair is destroyed. If the verb fails, its error is logged and not raised.
+
+        This is called on the loop of the queue pair's owner, because the loop that dispatches the queue pair's
+        completions may not change its state.
+        """
         cdef section within
         section_enter(&within, self._section())
         try:
@@ -371,7 +375,7 @@ cdef class QpWorkState:
         return _broken(f"{self.handle!r} was reset because of {cause}: the outcome of this request is unknown", cause)
 
     def recovered(self):
-        """Forget the recorded errors after the queue pair was reset, so that it can be used again."""
+        """Forget the recorded errors after the queue pair has been reset, so that it can be used again."""
         self._set_cause(None)
         self.needs_error = self.err_reported = False
 
@@ -942,7 +946,8 @@ cdef class QueuePairVerbs(SendVerbs):
     """
 
     def _requests_begin(self, QpWorkState requests):
-        """Set the work state that the verbs use. Called when the queue pair opens, and with None when it closes."""
+        """Set the work state that the verbs use to `requests`. This is called when the queue pair opens, and with None
+        when it closes."""
         cdef section within
         section_enter(&within, <PyObject *>self)
         before, self._requests = self._requests, requests
@@ -1070,7 +1075,7 @@ cdef class QueuePairVerbs(SendVerbs):
 
         :returns: the `Operation`; awaiting it returns a `RemoteRegion` with the window's new key.
         :raises ValueError: the region was registered without ``MW_BIND``, or belongs to a different context than the
-            window. See `SendVerbs` for other errors.
+            window; or the queue pair's type does not support memory windows. See `SendVerbs` for other errors.
         :raises anyio.WouldBlock: the send queue is full and `nowait` is True; nothing is posted.
         """
         return self._bind(window, piece, access, FENCE if fence else 0, nowait)
@@ -1252,7 +1257,7 @@ def attach(WorkQueue queue not None, CqDispatcher dispatcher not None, QpWorkSta
 
 
 def detach(WorkQueue queue not None, CqDispatcher dispatcher not None, QpWorkState requests not None):
-    """Undo `attach`. Called after the queue pair was destroyed.
+    """Undo `attach`. Call this after the queue pair has been destroyed.
 
     :param queue: work queue of the shared receive queue.
     :param dispatcher: dispatcher of the queue pair's receive completion queue.

@@ -80,7 +80,8 @@ cdef class WorkQueue:
         return dict(self.errors) if self.errors is not None else {}
 
     def abandon(self, int status, error):
-        """End all requests after the queue pair or shared receive queue was destroyed. Inboxes end normally.
+        """End all requests after the queue pair or shared receive queue has been destroyed. Iteration over inboxes ends
+        without an exception.
 
         :param status: ``enum ibv_wc_status`` with which the requests end.
         :param error: exception that awaiting the requests raises; None if it follows from the status.
@@ -732,8 +733,8 @@ cdef class WorkQueue:
         return 0
 
     def advance(self):
-        """Post waiting requests for which there are free places. Called on the owner's loop if another loop dispatched
-        the completions that freed the places."""
+        """Post waiting requests for which there are free places. This is called on the owner's loop if another loop
+        dispatched the completions that freed the places."""
         cdef section within
         section_enter(&within, _section(self))
         try:
@@ -742,8 +743,8 @@ cdef class WorkQueue:
             section_leave(&within)
 
     def flush(self):
-        """Post the chained requests, which were collected to be posted together. Called on the owner's loop, because
-        the loop that dispatches the completions may not post them."""
+        """Post the chained requests, which were collected to be posted together. This is called on the owner's loop,
+        because the loop that dispatches the completions may not post them."""
         cdef section within
         section_enter(&within, _section(self))
         try:
@@ -784,8 +785,8 @@ cdef class WorkQueue:
         (<QueuePair>self.handle)._call_when_resumed(loop, callback)
 
     def resume(self):
-        """Schedule the posting of waiting requests on the home loop. Called when a state change made by another thread
-        may have ended."""
+        """Schedule the posting of waiting requests on the home loop. This is called when a state change made by another
+        thread may have ended."""
         self._stall()
 
     cdef int _enter(self) except -1:

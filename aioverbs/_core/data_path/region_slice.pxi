@@ -79,7 +79,8 @@ cdef class InFlightCount:
     def check(self):
         """Check that the memory, and the parent memory that contains it, may be used.
 
-        :raises ClosedResourceError: the memory is no longer registered, or was released to its pool.
+        :raises ClosedResourceError: this counter or the counter of the parent memory is closed: the memory is no longer
+            registered, or was released to its pool.
         """
         self._check()
 
@@ -95,7 +96,8 @@ cdef class InFlightCount:
         self._add(1, 0)
 
     def discard(self):
-        """Count one user fewer. Call this once for each `add`."""
+        """Count one user fewer. Call this once for each `add`. If the count falls to 0, notify the `condition` and call
+        the callback ``idle``, if there are any."""
         self._discard(1, 0)
 
     @cython.final
@@ -258,9 +260,9 @@ cdef class RegionSlice:
 
     @staticmethod
     def of_all(Registered region not None, MemoryRegion handle not None, InFlightCount pins not None, int access):
-        """Record the handle of a region that is being opened in that region.
+        """Make a region that is being opened refer to its handle, counter and access flags.
 
-        :param region: the region.
+        :param region: the region, which is changed.
         :param handle: handle of the memory region (``struct ibv_mr``).
         :param pins: counter of the requests in flight that use the region.
         :param access: access flags with which the region was registered.
@@ -307,7 +309,7 @@ cdef class RegionSlice:
     def address(self):
         """Address of the first byte, an int.
 
-        :raises ClosedResourceError: the memory is closed.
+        :raises ClosedResourceError: the region is closed, or the buffer was released to its pool.
         """
         self._check_open()
         return self._address
@@ -316,7 +318,7 @@ cdef class RegionSlice:
     def sge(self):
         """Scatter/gather entry (``struct ibv_sge``) for the memory, a tuple of its address, length in bytes and lkey.
 
-        :raises ClosedResourceError: the memory is closed.
+        :raises ClosedResourceError: the region is closed, or the buffer was released to its pool.
         """
         self._check_open()
         return self._address, self.length, self._lkey
@@ -325,16 +327,15 @@ cdef class RegionSlice:
     def buffer(self):
         """A `memoryview` of the bytes, without a copy.
 
-        :raises ClosedResourceError: the memory is closed.
+        :raises ClosedResourceError: the region is closed, or the buffer was released to its pool.
         """
         self._check_open()
         return self.region.buffer[self.offset : self.offset + self.length]
 
     def remote(self):
-        """Return a new `RemoteRegion` for this memory. A peer needs it to access the memory; the caller sends it to the
-        peer.
+        """Return a new `RemoteRegion` for this memory, which the caller sends to a peer that is to access the memory.
 
-        :raises ClosedResourceError: the memory is closed.
+        :raises ClosedResourceError: the region is closed, or the buffer was released to its pool.
         """
         self._check_open()
         return RemoteRegion(self._address, self.length, self._rkey)
@@ -408,7 +409,10 @@ cdef class RemoteRegion:
         return self.address, self.length, self.rkey
 
     def __len__(self):
-        """Return the length in bytes; raise OverflowError if it exceeds ``sys.maxsize``."""
+        """Return the length in bytes.
+
+        :raises OverflowError: the length exceeds ``sys.maxsize``.
+        """
         if self.length > <uint64_t>sys.maxsize:
             raise OverflowError(f"{self!r} exceeds the limit of len(): use `length`")
         return self.length
@@ -443,7 +447,7 @@ cdef class RemoteRegion:
 
         :param data: 20 bytes, any object with the buffer protocol.
         :returns: a new `RemoteRegion`.
-        :raises TypeError: `data` does not support the buffer protocol.
+        :raises TypeError: `data` does not support the buffer protocol, or is not contiguous.
         :raises ValueError: `data` is not 20 bytes long, or does not describe a valid region.
         """
         view = memoryview(data).cast("B")

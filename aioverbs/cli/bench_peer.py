@@ -108,7 +108,7 @@ async def _requests() -> AsyncIterator[dict[str, Any]]:
 async def main() -> None:
     """Answer the requests on standard input until the input ends, then close all servers.
 
-    :raises ValueError: a line of the input is not JSON.
+    :raises ValueError: a line of the input is not JSON, or a message contains the number of a slot that does not exist.
     :raises OSError: the server of a stream cannot listen, or the answers cannot be printed.
     """
     async with AsyncExitStack() as stack:

@@ -282,7 +282,7 @@ class _JsonOutput:
         }  # fmt: skip
 
     def show_answer(self, number: int, nanoseconds: int | None) -> None:
-        """Print the latency of a request, or that its answer was lost; print nothing if `quiet` is set.
+        """Print the latency of request ``number``, or that its answer was lost; print nothing if `quiet` is set.
 
         :param nanoseconds: the latency; None if the answer was lost.
         """
@@ -301,7 +301,7 @@ class _JsonOutput:
 
 
 class _TextOutput:
-    """Prints text in the format of ping(8), and the error that broke the connection to standard error."""
+    """Prints text in the format of ping(8)."""
 
     quiet = False
 
@@ -312,7 +312,7 @@ class _TextOutput:
         click.echo(f"PING {self._peer} on device {device}: {verb} of {size} bytes, {message_model}")
 
     def show_answer(self, number: int, nanoseconds: int | None) -> None:
-        """Print the latency of a request, or that its answer was lost; print nothing if `quiet` is set.
+        """Print the latency of request ``number``, or that its answer was lost; print nothing if `quiet` is set.
 
         :param nanoseconds: the latency; None if the answer was lost.
         """
@@ -324,7 +324,7 @@ class _TextOutput:
             click.echo(f"{self._size} bytes from {self._peer}: seq={number} time={duration(nanoseconds / 1e9)}")
 
     def show_summary(self, tally: "Tally", seconds: float) -> None:
-        """Print the results of all requests.
+        """Print the results of all requests, and to standard error the error that broke the connection, if it broke.
 
         :param seconds: duration of all requests together.
         """

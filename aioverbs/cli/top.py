@@ -19,7 +19,7 @@ _GRACE_S = 5.0  # time beyond the interval after which a process counts as stopp
 def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Return the IDs of processes with a monitor socket that begin with the text typed so far, for shell completion.
 
-    No process is contacted.
+    No process is contacted. The list is empty if the socket directory does not exist or cannot be used.
     """
     from aioverbs._monitoring.directory import MonitorDirectory
 

@@ -27,7 +27,8 @@ def _default_huge_page_size():
 
 
 def _huge_pages_error_text(error, size, page_size):
-    """Return an error message that says what to do: `size` bytes of huge pages could not be mapped, with errno `error`.
+    """Return the error message for `size` bytes of huge pages that could not be mapped, with errno `error`. The message
+    says what to do.
 
     :param page_size: size of a huge page in bytes.
     """
@@ -47,7 +48,7 @@ def _huge_pages_error_text(error, size, page_size):
 
 
 def _bind_error_text(error, node):
-    """Return an error message: memory could not be bound to the NUMA node with number `node`, with errno `error`."""
+    """Return the error message for memory that could not be bound to NUMA node number `node`, with errno `error`."""
     if error in (ENOSYS, EOPNOTSUPP):
         return "this kernel cannot bind memory to a NUMA node"
     if error == EPERM:

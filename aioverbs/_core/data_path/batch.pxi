@@ -99,9 +99,9 @@ cdef class Batch(SendVerbs):
         :returns: an `Operation` that completes when all requests have completed. Awaiting it returns None; if requests
             failed, it raises a `BatchError` that names the first failure and contains the outcome of each request.
         :raises ValueError: the batch is empty, or has more requests than the send queue has places.
-        :raises RuntimeError: the batch was posted before.
+        :raises RuntimeError: the batch was posted before; nothing is done.
         :raises ClosedResourceError: the queue pair, or memory of a request, is closed. See `SendVerbs` for further
-            errors. If any exception is raised, nothing is posted, and the batch can be posted again.
+            errors. After any of these errors nothing is posted, and the batch can still be posted.
         """
         return self._post(False)
 

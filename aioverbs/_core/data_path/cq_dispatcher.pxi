@@ -124,7 +124,8 @@ cdef class CqDispatcher:
 
     def _turn(self):
         """Poll for completions and dispatch them, which wakes the tasks that await them. If more work may follow,
-        schedule the next call. This runs on the home loop, at most once in each of that loop's turns."""
+        schedule the next call. If a verb fails, its error is not raised, but breaks the queue as described for `broke`.
+        This runs on the home loop, at most once in each of that loop's turns."""
         cdef section within
         section_enter(&within, self._section())
         try:
@@ -502,8 +503,9 @@ cdef class CqDispatcher:
         return 0
 
     def broken_error(self):
-        """Return the error to be raised when the failed queue is used: a `BrokenResourceError`, or a
-        `DeviceRemovedError` if the device is lost. Its ``__cause__`` is the error that broke the queue."""
+        """Return a new exception to raise when the failed queue is used: a `BrokenResourceError`, or a
+        `DeviceRemovedError` if the device is lost. Its ``__cause__`` is the exception that broke the queue; None if
+        the queue has only lost its home loop."""
         return _broken(f"{self.handle!r} is broken: {self.error or 'no loop watches it any longer'}", self.error)
 
     @property

@@ -241,8 +241,8 @@ def receive_into(requester, Inbox inbox not None, local):
     :param inbox: inbox that gets the message.
     :param local: memory for the message, registered with ``LOCAL_WRITE``.
     :returns: the `Operation` of the receive, which need not be awaited: the inbox gets the result.
-    :raises anyio.WouldBlock: the queue has no free place; nothing is posted. Other errors are those of
-        `QueuePairVerbs.receive`.
+    :raises anyio.WouldBlock: the queue has no free place; nothing is posted. Other errors are those of the method
+        ``receive`` of `requester`.
     """
     return requester._receive_into(inbox, local)
 

@@ -11,7 +11,8 @@ def spend(uint32_t units):
 
 
 def went_round(uint64_t number):
-    """Note that the event loop has begun a new turn since the given one, which begins a new budget.
+    """Note that the event loop has begun a new turn since the given one, and begin a new budget. Do nothing if another
+    call has already done so for the given turn.
 
     :param number: number of the turn, as `spend` returned it.
     """

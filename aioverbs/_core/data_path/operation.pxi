@@ -260,6 +260,8 @@ cdef class Operation:
         """Return the operation itself, as the iterator for ``await``.
 
         :raises RuntimeError: the operation is or was awaited, or is part of a batch.
+        :raises AffinityError: the operation is awaited, and the caller is not on the thread and event loop that own the
+            queue.
         """
         if self.phase != NOT_AWAITED:
             self._raise_already_awaited()
@@ -320,12 +322,12 @@ cdef class Operation:
         raise value.with_traceback(traceback) if traceback is not None else value
 
     def close(self):
-        """Stop awaiting, like ``close`` of any coroutine. A posted request continues. Do nothing if the operation is
-        done.
+        """Stop awaiting, like ``close`` of any coroutine, so that the operation can no longer be awaited. A posted
+        request continues. If another task awaits an operation that is done, do nothing: that task gets the result.
 
         :raises AffinityError: the caller is not on the thread and event loop that own the queue; nothing is done.
         :raises ConcurrentAccessError: another thread is inside a verb of the same thread domain; nothing is done.
-        :raises RuntimeError: another task awaits the operation; nothing is done.
+        :raises RuntimeError: another task awaits the operation, which is not done; nothing is changed.
         """
         cdef section within
         section_enter(&within, _section(self.queue))

@@ -814,7 +814,7 @@ cdef class SendVerbs:
         :param fence: start only after the earlier RDMA READ and atomic requests of this queue pair have completed.
         :param srq_number: number of the peer's shared receive queue, 0..2**32-1; required for queue pairs of type
             XRC_SEND, and not allowed for others.
-        :returns: the `Operation`. See `SendVerbs` for the errors.
+        :returns: the `Operation`. See `SendVerbs` for the errors of this call and of awaiting the operation.
         """
         return self._rdma(RDMA_WRITE, local, remote, None, FENCE if fence else 0, srq_number, False)
 
@@ -834,7 +834,7 @@ cdef class SendVerbs:
         :param fence: start only after the earlier RDMA READ and atomic requests of this queue pair have completed.
         :param solicited: raise a solicited event at the peer's completion queue.
         :param srq_number: number of the peer's shared receive queue; for queue pairs of type XRC_SEND only.
-        :returns: the `Operation`. See `SendVerbs` for the errors.
+        :returns: the `Operation`. See `SendVerbs` for the errors of this call and of awaiting the operation.
         """
         flags = (FENCE if fence else 0) | (SOLICITED if solicited else 0)
         return self._rdma(RDMA_WRITE_WITH_IMM, local, remote, immediate, flags, srq_number, False)
@@ -849,7 +849,7 @@ cdef class SendVerbs:
         :param remote: the peer's memory to read from, as long as `local`.
         :param fence: start only after the earlier RDMA READ and atomic requests of this queue pair have completed.
         :param srq_number: number of the peer's shared receive queue; for queue pairs of type XRC_SEND only.
-        :returns: the `Operation`. See `SendVerbs` for the errors.
+        :returns: the `Operation`. See `SendVerbs` for the errors of this call and of awaiting the operation.
         :raises QueuePairStateError: the queue pair was connected with ``max_rd_atomic`` 0.
         """
         return self._rdma(RDMA_READ, local, remote, None, FENCE if fence else 0, srq_number, False)
@@ -869,7 +869,7 @@ cdef class SendVerbs:
         :param to: destination of the datagram, from `AddressHandle.to`; required for queue pairs of type UD, and not
             allowed for others.
         :param srq_number: number of the peer's shared receive queue; for queue pairs of type XRC_SEND only.
-        :returns: the `Operation`. See `SendVerbs` for the errors.
+        :returns: the `Operation`. See `SendVerbs` for the errors of this call and of awaiting the operation.
         """
         flags = (FENCE if fence else 0) | (SOLICITED if solicited else 0)
         opcode = SEND if immediate is None else SEND_WITH_IMM
@@ -887,7 +887,7 @@ cdef class SendVerbs:
         :param fence: start only after the earlier RDMA READ and atomic requests of this queue pair have completed.
         :param solicited: raise a solicited event at the peer's completion queue.
         :param srq_number: number of the peer's shared receive queue; for queue pairs of type XRC_SEND only.
-        :returns: the `Operation`. See `SendVerbs` for the errors.
+        :returns: the `Operation`. See `SendVerbs` for the errors of this call and of awaiting the operation.
         """
         flags = (FENCE if fence else 0) | (SOLICITED if solicited else 0)
         key = _uint(rkey, 32, "rkey")
@@ -906,7 +906,7 @@ cdef class SendVerbs:
         :param swap: the new value, 0..2**64-1.
         :param fence: start only after the earlier RDMA READ and atomic requests of this queue pair have completed.
         :param srq_number: number of the peer's shared receive queue; for queue pairs of type XRC_SEND only.
-        :returns: the `Operation`. See `SendVerbs` for the errors.
+        :returns: the `Operation`. See `SendVerbs` for the errors of this call and of awaiting the operation.
         :raises QueuePairStateError: the queue pair was connected with ``max_rd_atomic`` 0.
         """
         return self._atomic(CMP_AND_SWP, remote, compare, swap, FENCE if fence else 0, srq_number, False)
@@ -921,7 +921,7 @@ cdef class SendVerbs:
         :param add: the value to add, 0..2**64-1.
         :param fence: start only after the earlier RDMA READ and atomic requests of this queue pair have completed.
         :param srq_number: number of the peer's shared receive queue; for queue pairs of type XRC_SEND only.
-        :returns: the `Operation`. See `SendVerbs` for the errors.
+        :returns: the `Operation`. See `SendVerbs` for the errors of this call and of awaiting the operation.
         :raises QueuePairStateError: the queue pair was connected with ``max_rd_atomic`` 0.
         """
         return self._atomic(FETCH_AND_ADD, remote, add, 0, FENCE if fence else 0, srq_number, False)
@@ -933,7 +933,7 @@ cdef class SendVerbs:
 
         :param rkey: the window's key, 0..2**32-1.
         :param fence: start only after the earlier RDMA READ and atomic requests of this queue pair have completed.
-        :returns: the `Operation`. See `SendVerbs` for the errors.
+        :returns: the `Operation`. See `SendVerbs` for the errors of this call and of awaiting the operation.
         """
         return self._invalidate(rkey, FENCE if fence else 0, False)
 

@@ -91,7 +91,7 @@ cdef class InFlightCount:
     def add(self):
         """Count one more user of the memory: a work request, or any other use.
 
-        :raises ClosedResourceError: this counter or the counter of the parent memory is closed.
+        :raises ClosedResourceError: this counter or the counter of the parent memory is closed; nothing is counted.
         """
         self._add(1, 0)
 

@@ -72,8 +72,8 @@ cdef class ProtectionDomain(Handle):
         :param context: the domain's own context, or a context that was opened over the same descriptor.
         :param handle: value of the property `handle` of the domain.
         :param lease: object that is asked when the instance is destroyed. If ``is_last()`` returns True, no other
-            instance is left, and this one deallocates the domain; otherwise it only unimports it. ``leave(last,
-            failed)`` is called afterwards.
+            instance is left, and this instance deallocates the domain; otherwise this instance only unimports the
+            domain (``ibv_unimport_pd``). ``leave(last, failed)`` is called afterwards.
         :returns: a new `ProtectionDomain`; the caller destroys it.
         :raises ClosedResourceError: the context is closed.
         :raises VerbsError: the verb failed; with EOPNOTSUPP if the provider does not support it.
@@ -101,7 +101,7 @@ cdef class ProtectionDomain(Handle):
 
     @staticmethod
     def adopt(Context context not None, capsule, owner):
-        """Use a protection domain that other code created. That code must not destroy it before the handle is
+        """Use a protection domain that other code created. That code must not destroy the domain before the handle is
         destroyed.
 
         :param context: the handle of the domain's context.
@@ -185,7 +185,7 @@ cdef class MemoryRegion(Handle):
 
     @staticmethod
     def adopt(ProtectionDomain pd not None, capsule, owner):
-        """Use a memory region that other code registered. That code must not deregister it before the handle is
+        """Use a memory region that other code registered. That code must not deregister the region before the handle is
         destroyed.
 
         :param pd: handle of the region's protection domain.

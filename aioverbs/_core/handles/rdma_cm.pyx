@@ -533,7 +533,8 @@ cdef class Identifier(Handle):
                 rnr_retry_count=0, srq=False):
         """Request a connection (``rdma_connect``). The arguments are the members of ``struct rdma_conn_param``.
 
-        The result arrives as an event.
+        The result arrives as an event: CONNECT_RESPONSE if the peer has accepted, otherwise for example REJECTED,
+        UNREACHABLE or CONNECT_ERROR.
 
         :param qp_num: number of the local queue pair.
         :param private_data: bytes for the peer; the transport allows at most 56.
@@ -560,8 +561,8 @@ cdef class Identifier(Handle):
         self._finish(failed, error, "rdma_connect")
 
     def establish(self):
-        """Confirm to the peer, which has accepted the connection, that the local queue pair is ready:
-        ``rdma_establish``.
+        """Confirm to the peer, which has accepted the connection, that the local queue pair is ready
+        (``rdma_establish``).
 
         :raises VerbsError: ``rdma_establish`` failed; with EINVAL if no address was resolved, with EOPNOTSUPP for an
             iWARP device.
@@ -578,7 +579,9 @@ cdef class Identifier(Handle):
 
     def accept(self, *, qp_num, private_data=b"", responder_resources=0, initiator_depth=0, rnr_retry_count=0,
                srq=False):
-        """Accept the connection request of this identifier (``rdma_accept``). The result arrives as an event.
+        """Accept the connection request of this identifier (``rdma_accept``).
+
+        The result arrives as an event: ESTABLISHED if the connection can be used, otherwise for example CONNECT_ERROR.
 
         :param qp_num: number of the local queue pair.
         :param private_data: bytes for the peer.

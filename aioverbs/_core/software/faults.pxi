@@ -299,7 +299,7 @@ cdef class FaultPlan:
     def cut_streams(self, peer=None):
         """Cut the device's current connections with peers in other processes, for all contexts of the device.
 
-        The connections are made again when they are needed.
+        The device reconnects when it needs a connection.
 
         :param peer: GID of the peer's device, 16 bytes; None for all peers.
         :returns: the number of connections that were cut, 0 if there is no connection with `peer`.

@@ -31,8 +31,8 @@ def share(ProtectionDomain pd not None, uint64_t share_key):
 def open_shared(handles.Context context not None, uint32_t number, uint64_t share_key):
     """Open another instance of a shared protection domain (``ibv_share_pd``).
 
-    Any context of the device can open one. Objects created in an instance belong to it and must be destroyed
-    before it; queue pairs of one instance may use memory regions of another. The domain ends with its last instance.
+    Any context of the device can open an instance. Objects created in an instance must be destroyed before that
+    instance; queue pairs of one instance may use memory regions of another. The domain ends with its last instance.
 
     :param context: a context of the device.
     :param number: the number that `share` returned.

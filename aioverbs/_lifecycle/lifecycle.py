@@ -338,7 +338,7 @@ class Lifecycle:
             self._check_process()
             if self.state is not OPEN:
                 raise ClosedResourceError(
-                    f"{self!r} is not open: open it with `async with`; if it was closed, create another"
+                    f"{self!r} is not open: open it with `async with`, or create a new one if it was closed"
                 )
             self._handles.append(handle)
 

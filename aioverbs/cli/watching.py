@@ -161,7 +161,8 @@ class Watch:
             greeting = json.loads(line or b"")
         if not isinstance(greeting, dict) or greeting.get("aioverbs-monitor") != VERSION:
             raise NotWatchableError(
-                f"process {self.pid} uses another version of the protocol: use the same version of aioverbs"
+                f"process {self.pid} has ended, or uses another version of the protocol: if it is still running, use "
+                "the same version of aioverbs"
             )
         if "refused" in greeting:
             raise NotWatchableError(f"process {self.pid} cannot be watched now: {greeting['refused']}")

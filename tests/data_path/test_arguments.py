@@ -249,9 +249,9 @@ async def test_an_address_handle_is_pinned_while_datagrams_are_in_flight(device:
 
 async def test_queue_pairs_that_are_not_connected_refuse_requests(device: Device) -> None:
     async with ends(device) as pair, pair.domain.queue_pair(pair.cq) as fresh:
-        with pytest.raises(QueuePairStateError, match="is in state RESET: connect it, or move it to RTS, first"):
+        with pytest.raises(QueuePairStateError, match="is in state RESET: first connect it or move it to RTS"):
             _ = fresh.write(pair.source[:8], remote_part(pair))
-        with pytest.raises(QueuePairStateError, match="is in state RESET: connect it, or move it to INIT, first"):
+        with pytest.raises(QueuePairStateError, match="is in state RESET: first connect it or move it to INIT"):
             _ = fresh.receive(pair.target[:8])
         fresh.to_init()
         receive = fresh.receive(pair.target[:8])

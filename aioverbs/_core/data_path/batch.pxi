@@ -32,7 +32,7 @@ cdef class Batch(SendVerbs):
         cdef QpWorkState requests = _requests_of(queue_pair, &within)
         if requests is None:
             raise ClosedResourceError(
-                f"{queue_pair!r} is not open: open it with `async with`; if it was closed, create another"
+                f"{queue_pair!r} is not open: open it with `async with`, or create a new one if it was closed"
             )
         self._requests = requests
         self._pin_at_post = True

@@ -413,7 +413,7 @@ cdef class QpWorkState:
             raise self._state_error()
         needed = "INIT" if receives else "RTS"
         found = QpState(state).name
-        raise QueuePairStateError(f"{self.handle!r} is in state {found}: connect it, or move it to {needed}, first")
+        raise QueuePairStateError(f"{self.handle!r} is in state {found}: first connect it or move it to {needed}")
 
     cdef object _state_error(self):
         # Return the BrokenResourceError or DeviceRemovedError for a queue pair in an error state, for the caller to
@@ -541,7 +541,7 @@ cdef inline QpWorkState _begin_posting(SendVerbs sending, str verb, section *wit
         return _begin_posting_in_section(sending, verb, within)
     if sending._requests is None:
         raise ClosedResourceError(
-            f"{sending!r} is not open: open it with `async with`; if it was closed, create another"
+            f"{sending!r} is not open: open it with `async with`, or create a new one if it was closed"
         )
     sending._requests.handle._use(verb)
     return sending._requests
@@ -552,7 +552,7 @@ cdef QpWorkState _begin_posting_in_section(SendVerbs sending, str verb, section 
     cdef QpWorkState requests = _requests_of(sending, within)
     if requests is None:
         raise ClosedResourceError(
-            f"{sending!r} is not open: open it with `async with`; if it was closed, create another"
+            f"{sending!r} is not open: open it with `async with`, or create a new one if it was closed"
         )
     _use_within(requests.handle, verb, within, requests._section())
     return requests
@@ -1212,7 +1212,7 @@ cdef class ReceiveVerbs:
         section_leave(&within)
         if queue is None:
             raise ClosedResourceError(
-                f"{self!r} is not open: open it with `async with`; if it was closed, create another"
+                f"{self!r} is not open: open it with `async with`, or create a new one if it was closed"
             )
         _use_within(queue.handle, "ibv_post_srq_recv", &within, _section(queue))
         try:

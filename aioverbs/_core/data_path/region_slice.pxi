@@ -346,7 +346,7 @@ cdef RegionSlice _whole_of(Registered region):
     cdef RegionSlice whole
     if region._handle is None:
         raise ClosedResourceError(
-            f"{region!r} is not open: open it with `async with`; if it was closed, create another"
+            f"{region!r} is not open: open it with `async with`, or create a new one if it was closed"
         )
     whole = RegionSlice.__new__(RegionSlice)
     whole.region = region

@@ -224,11 +224,18 @@ cdef class Affinity:
         return f"{verb} on {what!r}, which belongs to {self._owner()}, was called from {caller}: {why}"
 
     cdef str _overlap_text(self, object what, str verb):
-        # Return the message of the ConcurrentAccessError: refused verb and verb in flight.
-        return (
+        # Return the message of the ConcurrentAccessError: refused verb, verb in flight, and what to do. If there is
+        # an owner, its thread is itself inside of the verb in flight.
+        refused = (
             f"{verb} on {what!r} was refused: its domain allows one call at a time, and another call "
-            f"({<object>self._verb}) is still running: wait for its end, and call again"
+            f"({<object>self._verb}) is still running"
         )
+        if self._thread:
+            return (
+                f"{refused} in the same thread: this call was made from inside of it, for example by an allocator; "
+                "call again after it has returned"
+            )
+        return f"{refused}, in another thread or around this call: call again after it has returned"
 
     cdef str _owner(self):
         # Return text that names the thread and the loop of the owner; only for a bound affinity.

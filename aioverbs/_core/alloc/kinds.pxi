@@ -5,6 +5,8 @@ cdef class DefaultAllocator(NativeAllocator):
     """Allocator that leaves all memory to the provider: ``allocate`` returns `USE_DEFAULT`.
 
     It is meant as the inner allocator of a `RecordingAllocator`, which then records what a provider allocates.
+
+    :raises MemoryError: there is not enough memory for the allocator itself.
     """
 
     def __init__(self):
@@ -16,6 +18,8 @@ cdef class SharedPageAllocator(NativeAllocator):
     """Allocator of anonymous shared pages with ``MADV_DONTFORK``, with a separate mapping for each piece.
 
     A piece takes at least one page; an `ArenaAllocator` packs small pieces together.
+
+    :raises MemoryError: there is not enough memory for the allocator itself.
     """
 
     def __init__(self):
@@ -33,6 +37,7 @@ cdef class SharedMemoryAllocator(NativeAllocator):
 
     :param area: capsule from the protection domain.
     :raises ValueError: `area` is not such a capsule.
+    :raises MemoryError: there is not enough memory for the allocator itself.
     """
 
     def __init__(self, area):
@@ -55,11 +60,12 @@ cdef class NumaAllocator(NativeAllocator):
 
     Inside an `ArenaAllocator`, small pieces share pages.
 
-    :param node: number of the NUMA node.
+    :param node: number of the NUMA node, 0..1023.
     :param strict: whether `allocate` raises OSError if the kernel cannot take all pages from this node. If False, pages
         come from the node as long as it has free ones; ``statistics().bound_bytes`` tells whether the kernel bound
         them.
     :raises ValueError: `node` is out of range.
+    :raises MemoryError: there is not enough memory for the allocator itself.
     """
 
     cdef readonly int node
@@ -83,8 +89,9 @@ cdef class ArenaAllocator(NativeAllocator):
 
     :param inner: allocator of chunks and large pieces; None for a new `SharedPageAllocator`.
     :param chunk_bytes: size of a chunk, a power of two from 4 KiB to 1 GiB.
-    :raises ValueError: `chunk_bytes` is out of range.
+    :raises ValueError: `chunk_bytes` is not a power of two, or is out of range.
     :raises TypeError: `inner` calls Python code, or is not an allocator of this module.
+    :raises MemoryError: there is not enough memory for the allocator itself.
     """
 
     cdef readonly NativeAllocator inner
@@ -130,6 +137,7 @@ cdef class HugePageAllocator(NativeAllocator):
         pages instead: 2 MiB instead of 1 GiB, then base pages; ``statistics().huge_bytes`` tells how much is in huge
         pages.
     :raises ValueError: `page_bytes` is not a power of two from 64 KiB to 16 GiB.
+    :raises MemoryError: there is not enough memory for the allocator itself.
     """
 
     cdef readonly size_t page_bytes

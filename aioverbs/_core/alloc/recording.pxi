@@ -7,6 +7,7 @@ cdef class RecordingAllocator(NativeAllocator):
 
     :param inner: the allocator to call. If it is written in Python, providers call this one in Python as well: `native`
         is False.
+    :raises MemoryError: there is not enough memory for the allocator itself.
     """
 
     cdef readonly object inner

@@ -15,6 +15,8 @@ cdef class Batch(SendVerbs):
     ``async with queue_pair.batch() as batch`` provides the batch, and posts and awaits it at the end of the block; see
     `post` for the errors. Nothing is posted at the end if the block raised, if the batch is empty, or if the block has
     already posted it.
+
+    :raises ClosedResourceError: the queue pair is not open.
     """
 
     cdef list elements
@@ -101,7 +103,7 @@ cdef class Batch(SendVerbs):
         :raises ValueError: the batch is empty, or has more requests than the send queue has places.
         :raises RuntimeError: the batch was posted before; nothing is done.
         :raises ClosedResourceError: the queue pair, or memory of a request, is closed. See `SendVerbs` for further
-            errors. After any of these errors nothing is posted, and the batch can still be posted.
+            errors. After any error except RuntimeError, nothing is posted and the batch can still be posted.
         """
         return self._post(False)
 

@@ -7,6 +7,7 @@ cdef class AddressHandle(Handle):
     :param av: path to the peer, an `AddressVector`; over RoCE with a `dgid`.
     :raises ValueError: the `dgid` is not 16 bytes long.
     :raises OverflowError: a number of `av` does not fit in its field.
+    :raises ClosedResourceError: the protection domain is closed.
     :raises VerbsError: with EINVAL if this device has no such path: it lacks the port or the GID index, or `av` lacks a
         `dgid`.
     """

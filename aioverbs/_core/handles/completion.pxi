@@ -5,6 +5,9 @@ cdef class CompletionChannel(Handle):
 
     :param context: the device.
     :param affinity: owner of the channel; None if any thread may use it.
+    :raises ClosedResourceError: the context is closed.
+    :raises AffinityError: the caller is not the owner.
+    :raises ConcurrentAccessError: another verb is in flight on an object of the same owner.
     :raises VerbsError: with EMFILE if no file descriptor is left; with ENOMEM if memory ran out.
     """
 
@@ -120,8 +123,12 @@ cdef class CompletionQueue(Handle):
     :param affinity: owner of the queue; None for the owner of the other arguments. If these have none either, any
         thread may use the queue.
     :raises ValueError: `cqe` is less than 1, or an argument belongs to another context or another owner.
+    :raises ClosedResourceError: an argument is closed.
+    :raises AffinityError: the caller is not the owner.
+    :raises ConcurrentAccessError: another verb is in flight on an object of the same owner or thread domain.
     :raises VerbsError: with EINVAL if the device has no queue of that size or no such vector; with EOPNOTSUPP if the
-        provider lacks a feature; also if a parent domain's allocator failed, whose exception is then the cause.
+        provider lacks a feature; also if a parent domain's allocator failed: its exception is then the cause, or
+        propagates unchanged if it is not an `Exception`.
     """
 
     def __init__(

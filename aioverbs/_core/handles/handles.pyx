@@ -21,7 +21,8 @@ Methods that call a verb also raise:
     software device is lost).
 :raises ConcurrentAccessError: another call is inside an object that takes no locks.
 
-In each of these cases, nothing is done. The docstrings of classes name only the further errors of their constructors.
+In each of these cases, nothing is done. Docstrings name ClosedResourceError only, since BorrowedObjectClosedError and
+ForkedProcessError are subclasses of it.
 
 The ledger refers to every open handle and keeps it alive: dropping a handle leaks it visibly (see `open_handles`), and
 never destroys an object that the hardware still uses.

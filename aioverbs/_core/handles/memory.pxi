@@ -4,6 +4,7 @@ cdef class ProtectionDomain(Handle):
     """Protection domain (``ibv_alloc_pd``). The base class of parent domains.
 
     :param context: the device.
+    :raises ClosedResourceError: the context is closed.
     :raises VerbsError: with ENOMEM if memory ran out.
     """
 
@@ -143,6 +144,7 @@ cdef class MemoryRegion(Handle):
     :raises TypeError: `memory` is neither such an object nor a tuple.
     :raises BufferError: `memory` is not contiguous, or is read-only although `access` includes writes.
     :raises ValueError: `memory` has no bytes, or ``LOCAL_WRITE`` is missing.
+    :raises ClosedResourceError: the protection domain is closed.
     :raises VerbsError: with EFAULT if the memory does not exist or may not be written; with EOPNOTSUPP if the device
         does not support the access (``ON_DEMAND``, ``ZERO_BASED`` on the software device).
     """
@@ -250,7 +252,7 @@ cdef class MemoryRegion(Handle):
 
     @property
     def length(self):
-        """Length in bytes.
+        """Length in bytes, an int.
 
         :raises ClosedResourceError: the region is closed.
         """
@@ -258,7 +260,7 @@ cdef class MemoryRegion(Handle):
 
     @property
     def lkey(self):
-        """Local key, for scatter/gather entries of this process's work requests.
+        """Local key, an int, for scatter/gather entries of this process's work requests.
 
         :raises ClosedResourceError: the region is closed.
         """
@@ -266,7 +268,7 @@ cdef class MemoryRegion(Handle):
 
     @property
     def rkey(self):
-        """Remote key, which a peer needs to access the region.
+        """Remote key, an int, which a peer needs to access the region.
 
         :raises ClosedResourceError: the region is closed.
         """

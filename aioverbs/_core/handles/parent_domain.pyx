@@ -34,6 +34,9 @@ cdef class ThreadDomain(Handle):
 
     :param context: the device.
     :param affinity: owner of the domain; None if any thread may use it.
+    :raises ClosedResourceError: the context is closed.
+    :raises AffinityError: the caller is not the owner.
+    :raises ConcurrentAccessError: another verb is in flight on an object of the same owner.
     :raises VerbsError: with EOPNOTSUPP if the provider has no thread domains.
     """
 
@@ -104,6 +107,9 @@ cdef class ParentDomain(ProtectionDomain):
     :param pd_context: any object, which is passed to the allocator.
     :param affinity: owner of the domain; None for the owner of `td`. If there is none, any thread may use the domain.
     :raises ValueError: `td` belongs to another context or another owner.
+    :raises ClosedResourceError: `pd` or `td` is closed.
+    :raises AffinityError: the caller is not the owner.
+    :raises ConcurrentAccessError: another verb is in flight on an object of the same owner.
     :raises VerbsError: with EOPNOTSUPP if the provider has no parent domains, or does not support allocators or thread
         domains.
     """

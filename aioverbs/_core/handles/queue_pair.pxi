@@ -16,8 +16,12 @@ cdef class QueuePair(Handle):
         thread may use the queue pair.
     :raises ValueError: an argument is missing or not supported by the type, or belongs to another context or another
         owner.
+    :raises ClosedResourceError: an argument is closed.
+    :raises AffinityError: the caller is not the owner.
+    :raises ConcurrentAccessError: another verb is in flight on an object of the same owner or thread domain.
     :raises VerbsError: with EINVAL if the device has no queues of those depths; with EOPNOTSUPP if the device does not
-        support the type; also if a parent domain's allocator failed, whose exception is then the cause.
+        support the type; also if a parent domain's allocator failed: its exception is then the cause, or propagates
+        unchanged if it is not an `Exception`.
     """
 
     def __cinit__(self, *_, **__):

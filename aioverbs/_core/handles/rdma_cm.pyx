@@ -164,6 +164,8 @@ cdef class EventChannel(Handle):
 
     :param affinity: owner of the channel; None if any thread may use it.
     :raises LibraryNotFoundError: librdmacm cannot be loaded.
+    :raises AffinityError: the caller is not the owner.
+    :raises ConcurrentAccessError: another verb is in flight on an object of the same owner.
     :raises VerbsError: with ENODEV or ENOENT if the kernel module is not loaded; with EACCES if this process may not
         open the device file of the connection manager.
     """
@@ -272,6 +274,9 @@ cdef class Identifier(Handle):
     address.
 
     :param channel: event channel of the identifier.
+    :raises ClosedResourceError: the channel is destroyed.
+    :raises AffinityError: the caller is not the channel's owner.
+    :raises ConcurrentAccessError: another verb is in flight on an object of the same owner.
     :raises VerbsError: ``rdma_create_id`` failed.
     """
 

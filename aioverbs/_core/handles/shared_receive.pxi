@@ -15,8 +15,11 @@ cdef class SharedReceiveQueue(Handle):
         thread may use the queue.
     :raises ValueError: only one of `xrc_domain` and `cq` is given, or an argument belongs to another context or another
         owner.
+    :raises ClosedResourceError: an argument is closed.
+    :raises AffinityError: the caller is not the owner.
+    :raises ConcurrentAccessError: another verb is in flight on an object of the same owner or thread domain.
     :raises VerbsError: with EINVAL if the device has no queue of that size, or `limit` exceeds it; also if a parent
-        domain's allocator failed, whose exception is then the cause.
+        domain's allocator failed: its exception is then the cause, or propagates unchanged if it is not an `Exception`.
     """
 
     def __init__(

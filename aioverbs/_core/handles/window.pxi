@@ -5,10 +5,11 @@ cdef class MemoryWindow(Handle):
 
     :param pd: the protection domain.
     :param mw_type: a `MwType`. A type 1 window is bound and unbound by a verb of its own. A type 2 window is bound by a
-        work request, can be used only through that queue pair, and is unbound by invalidating its key (with
-        ``LOCAL_INV`` here or ``SEND_WITH_INV`` by the peer). Destroying a window of either type unbinds it
+        work request, can be used only through the queue pair of that request, and is unbound by invalidating its key
+        (with ``LOCAL_INV`` here or ``SEND_WITH_INV`` by the peer). Destroying a window of either type unbinds it
         (``ibv_dealloc_mw``).
     :raises ValueError: `mw_type` is not a `MwType`.
+    :raises ClosedResourceError: the protection domain is closed.
     :raises VerbsError: with ENOMEM if memory ran out; with EOPNOTSUPP if the provider has no memory windows.
     """
 
@@ -49,7 +50,7 @@ cdef class MemoryWindow(Handle):
 
     @property
     def rkey(self):
-        """Remote key, which a peer needs to use the window. It changes with each binding.
+        """Remote key, an int, which a peer needs to use the window. The key changes with each binding.
 
         :raises ClosedResourceError: the window is closed.
         """

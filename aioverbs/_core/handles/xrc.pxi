@@ -11,6 +11,7 @@ cdef class XrcDomain(Handle):
     :param fd: file descriptor whose inode identifies the domain, in all processes that open a file of that inode; -1
         for a domain without a file.
     :param oflag: ``os.O_CREAT`` creates the domain if it does not exist; ``os.O_CREAT | os.O_EXCL`` fails if it exists.
+    :raises ClosedResourceError: the context is closed.
     :raises VerbsError: with EINVAL if the domain exists and ``os.O_EXCL`` was given, if `oflag` has other flags, or if
         there is no file and ``os.O_CREAT`` was not given; with EAGAIN if the domain does not exist and ``os.O_CREAT``
         was not given; with EBADF if `fd` is not an open file; with EOPNOTSUPP if the provider has no XRC domains; with

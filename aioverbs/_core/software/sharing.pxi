@@ -152,6 +152,8 @@ cdef class ImportedRegion(MemoryRegion):
 
     :param pd: an instance of the domain.
     :param key: the region's ``lkey``, which equals its ``rkey``.
+    :raises OverflowError: `key` does not fit in 32 bits.
+    :raises ClosedResourceError: `pd` is closed.
     :raises VerbsError: with ENOENT if no region of the domain has that key; with EFAULT if the memory is private to the
         other process; with EOPNOTSUPP on RDMA devices.
     """

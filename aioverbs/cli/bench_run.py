@@ -69,8 +69,8 @@ def select_devices(named: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Select the devices to measure.
 
     :param named: names of devices; if empty, select every usable device with an active port.
-    :returns: the names of the selected devices, and a dict with the reason for each device in `named` that is not
-        selected.
+    :returns: the names of the selected devices, and a dict of the devices in `named` that are not selected: names and
+        error messages.
     :raises DeviceNotFoundError: a name in `named` is unknown.
     :raises VerbsError: a device can be opened but not queried.
     """

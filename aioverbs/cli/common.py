@@ -97,7 +97,8 @@ def print_json(value: object, *, one_line: bool = False) -> None:
 
     :param value: the value.
     :param one_line: True to print the value without line breaks, for commands that print one value per line.
-    :raises TypeError: JSON has no type for the value.
+    :raises TypeError: JSON has no type for the value, or for a value in it; nothing is printed.
+    :raises OSError: standard output cannot be written.
     """
     click.echo(json.dumps(to_jsonable(value), indent=None if one_line else 2))
 

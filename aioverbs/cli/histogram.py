@@ -52,7 +52,8 @@ class Histogram:
         return math.sqrt(self._squares / self.count) if self.count else 0.0
 
     def percentile(self, percent: float) -> int:
-        """Return a percentile of the values, accurate to the width of a bucket; 0 if there are no values.
+        """Return a percentile of the values, rounded up to the largest value of its bucket, but at most `maximum`; 0 if
+        there are no values.
 
         :param percent: a number from 0 to 100.
         :raises ValueError: `percent` is outside 0..100.

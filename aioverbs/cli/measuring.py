@@ -137,6 +137,7 @@ def next_count(count: int, elapsed_ns: float, target_s: float) -> int | None:
     """Return the operation count to try next when looking for the number of operations in a turn; None to stop.
 
     None is returned if `count` operations took at least half a turn, or if `count` has reached the limit of 200,000.
+    Otherwise the result is larger than `count`, but at most eight times as large and at most 200,000.
 
     :param count: the last operation count.
     :param elapsed_ns: duration of `count` operations, in nanoseconds.

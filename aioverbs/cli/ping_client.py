@@ -148,7 +148,8 @@ class Pings:
         """Make requests until their number is reached or the connection breaks. A broken connection raises nothing; the
         error message is stored in `Tally.broken`. Other exceptions of `ping_once` propagate unchanged.
 
-        :param tally: collects the results, even if the call is cancelled.
+        :param tally: collects the results, even if the call is cancelled. The request that a cancellation interrupts is
+            not counted.
         """
         clock = time.perf_counter_ns
         while self.count is None or tally.sent < self.count:

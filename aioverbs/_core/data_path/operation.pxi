@@ -603,7 +603,7 @@ cdef class Received:
         again.
 
         The view is empty for an RDMA WRITE with immediate data, even if ``byte_len`` is not 0: ``local`` contains no
-        part of the data.
+        part of the data. It is also empty if ``local`` is None.
 
         :raises ClosedResourceError: the region is closed, or the buffer was released to its pool.
         :raises ValueError: the message was received into several pieces of memory; read the pieces in ``local``

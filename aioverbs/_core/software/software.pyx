@@ -132,8 +132,9 @@ cdef class Context(handles.Context):
     def counts(self):
         """Count the open objects of each kind in the context, and the overlapping calls that the context refused.
 
-        :returns: a dict of numbers by name: ``"pds"``, ``"mrs"``, ``"qps"`` and so on for the objects, ``"overlaps"``
-            for the refused calls.
+        :returns: a dict of numbers by name: ``"pds"``, ``"parent_domains"``, ``"thread_domains"``, ``"xrc_domains"``,
+            ``"mrs"``, ``"mws"``, ``"ahs"``, ``"channels"``, ``"cqs"``, ``"srqs"`` and ``"qps"`` for the objects,
+            ``"overlaps"`` for the refused calls.
         :raises ClosedResourceError: the context is closed.
         """
         cdef s.soft_counts counts

@@ -75,6 +75,8 @@ def _unpack(scratch: Path, root: Path, release: str | None, architecture: str) -
     archive.fetch(python)
     archive.fetch_alone(f"lib{python}-dev")  # without the C library's headers, which come with the compiler
     archive.unpack(root)
+    if not (root / "lib").exists():  # where the loader is looked for; later releases have all files in usr
+        (root / "lib").symlink_to("usr/lib")
     return python
 
 

@@ -46,7 +46,7 @@ CONSTRUCTORS: dict[str, tuple[Call, type[Exception], str]] = {
     "parent domain of two contexts": (
         lambda o: parent_domain.ParentDomain(o.pd, o.other_td),
         ValueError,
-        "another context",
+        "a different context",
     ),
     "parent domain with a pd as td": (lambda o: parent_domain.ParentDomain(o.pd, o.pd), TypeError, "ThreadDomain"),
     "XRC domain of None": (lambda o: parent_domain.XrcDomain(o.none), TypeError, "NoneType"),
@@ -61,17 +61,17 @@ CONSTRUCTORS: dict[str, tuple[Call, type[Exception], str]] = {
     "queue on another's channel": (
         lambda o: handles.CompletionQueue(o.context, 1, o.other_channel),
         ValueError,
-        "another context",
+        "a different context",
     ),
     "queue on another's domain": (
         lambda o: handles.CompletionQueue(o.context, 1, parent_domain=o.other_domain),
         ValueError,
-        "another context",
+        "a different context",
     ),
     "queue on a missing vector": (lambda o: handles.CompletionQueue(o.context, 1, comp_vector=1), VerbsError, "EINVAL"),
     "qp of None": (lambda o: handles.QueuePair(o.none, o.queue, o.queue), ValueError, "of type RC needs pd"),
     "qp without a queue": (lambda o: handles.QueuePair(o.pd, o.queue, o.none), ValueError, "of type RC needs recv_cq"),
-    "qp on another's queue": (lambda o: handles.QueuePair(o.pd, o.queue, o.other_queue), ValueError, "another context"),
+    "qp on another's queue": (lambda o: handles.QueuePair(o.pd, o.queue, o.other_queue), ValueError, "a different context"),
     "qp far too deep": (
         lambda o: handles.QueuePair(o.pd, o.queue, o.queue, QpCapabilities(max_send_wr=1 << 32)),
         OverflowError,

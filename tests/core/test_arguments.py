@@ -71,7 +71,11 @@ CONSTRUCTORS: dict[str, tuple[Call, type[Exception], str]] = {
     "queue on a missing vector": (lambda o: handles.CompletionQueue(o.context, 1, comp_vector=1), VerbsError, "EINVAL"),
     "qp of None": (lambda o: handles.QueuePair(o.none, o.queue, o.queue), ValueError, "of type RC needs pd"),
     "qp without a queue": (lambda o: handles.QueuePair(o.pd, o.queue, o.none), ValueError, "of type RC needs recv_cq"),
-    "qp on another's queue": (lambda o: handles.QueuePair(o.pd, o.queue, o.other_queue), ValueError, "a different context"),
+    "qp on another's queue": (
+        lambda o: handles.QueuePair(o.pd, o.queue, o.other_queue),
+        ValueError,
+        "different context",
+    ),
     "qp far too deep": (
         lambda o: handles.QueuePair(o.pd, o.queue, o.queue, QpCapabilities(max_send_wr=1 << 32)),
         OverflowError,

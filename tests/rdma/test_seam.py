@@ -7,7 +7,7 @@ import pytest
 
 from aioverbs import SendFlags, SendOpcode, VerbsError, WcStatus
 from aioverbs._core.handles import handles, parent_domain
-from aioverbs._providers import hardware
+from aioverbs._providers import hardware, sysfs
 from tests.raw_verbs import post_recv, post_send
 from tests.rdma.seam import Pair, opened, rdma_devices
 
@@ -160,3 +160,12 @@ def test_two_devices() -> None:
 @pytest.mark.rdma
 def test_names() -> None:
     assert set(rdma_devices()) <= set(hardware.names())
+
+
+@pytest.mark.rdma
+def test_the_kernels_files_have_the_same_gid_table() -> None:
+    name = rdma_devices()[0]
+    with opened(name) as context:
+        found = hardware.gid_table(context, 1)
+    assert found
+    assert sysfs.gid_table(name, 1) == found

@@ -13,9 +13,9 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given, strategies as st
 
-from aioverbs import Connection, MessageModel, open_device, serve
+from aioverbs import Connection, MessageModel, connect, open_device, serve
 from aioverbs._connection.connect import Transport
-from aioverbs.cli import main, ping, ping_client
+from aioverbs.cli import main, ping, ping_client, ping_serve
 from aioverbs.cli.ping_client import Pings, Tally, connect_pings
 from aioverbs.cli.ping_request import (
     LARGEST,
@@ -377,3 +377,19 @@ def test_refused_request() -> None:
         check_answer(pack_refused("too much"))
     with pytest.raises(PingRefusedError, match="the server refused the request: ééé"):
         check_answer(pack_refused("é" * 5000))
+
+
+async def test_the_server_refuses_an_invalid_request() -> None:
+    events: list[tuple[str, object]] = []
+
+    def on_event(name: str, **fields: object) -> None:
+        events.append((name, fields.get("reason")))
+
+    async with open_device("soft0") as device, device.resource_domain() as domain:
+        server = ping_serve._server(domain, "127.0.0.1", 0, "tcp", on_event)
+        async with server, connect("127.0.0.1", server.port, domain=domain) as connection:
+            await connection.send(b"[]")
+            with pytest.raises(PingRefusedError, match="expected a JSON object, got list"):
+                check_answer(await connection.receive())
+    ((name, reason),) = events
+    assert (name, reason) == ("refused", "expected a JSON object, got list")

@@ -45,6 +45,6 @@ class Proofs:
 
         :param proof: proof that the other end sent.
         :param role: role of the other end.
-        :param transcript: the same messages, or parts of them, that the other end passed to `make`.
+        :param transcript: the messages, or parts of messages, that the other end passed to `make`.
         """
         return hmac.compare_digest(proof, self.make(role, *transcript))

@@ -78,9 +78,9 @@ class Credits:
         self.available += count
 
     def on_message(self) -> None:
-        """Account for a message that arrived from the peer, which used one of its credits.
+        """Account for a message from the peer, which has used up one of the peer's credits.
 
-        The caller calls `on_consumed` exactly once for each message, later. So the peer's credits, the messages that
+        The caller must later call `on_consumed` exactly once for each message. So the peer's credits, the messages that
         were not consumed yet and the credits owed to the peer always add up to `own_receives`, whatever the peer sends.
 
         :raises ValueError: the peer had no credit for the message.

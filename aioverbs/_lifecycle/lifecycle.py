@@ -324,7 +324,7 @@ class Lifecycle:
         self._handles.append(handle)
 
     def hold_below(self, handle: Destroyable) -> None:
-        """Add a handle that is destroyed when the resource is closed, after the handles that were added so far."""
+        """Add a handle. Closing the resource destroys it after all handles that were added earlier."""
         self._handles.insert(0, handle)
 
     def attach(self, handle: Destroyable) -> None:

@@ -114,8 +114,8 @@ class _FreeList:
         Do nothing if the buffer was returned before. If its slab is closed, only remove the lease.
 
         Two callers can run at the same time. A release first closes the count of requests in flight, so that no further
-        request can begin. The last request to complete first decrements the count. Each of the two calls this method
-        afterwards, so at least the later one finds both conditions true. If both find them true, the atomic `pop` lets
+        request can begin. The last request decrements the count before it does anything else. Both then call this
+        method, so at least the later caller finds both conditions true. If both find them true, the atomic `pop` lets
         only one of them return the buffer.
 
         :param number: number of the lease.

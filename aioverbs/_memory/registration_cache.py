@@ -53,7 +53,7 @@ class RegistrationCacheStatistics:
 def _export(buffer: "Buffer", access: AccessFlags) -> memoryview:
     """Export a buffer separately, as a new memoryview, so that references to its exporter can be counted.
 
-    :param buffer: object with the buffer protocol; from a memoryview, only the bytes of that view are exported.
+    :param buffer: object with the buffer protocol; if it is a memoryview, only the bytes of that view are exported.
     :param access: access rights for which the buffer is to be registered.
     :returns: the memoryview.
     :raises TypeError: the object has no buffer protocol.

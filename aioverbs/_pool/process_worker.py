@@ -312,11 +312,11 @@ class ProcessWorker(WorkerHandle):
                     self._cause = error
 
     def _spawn(self, *sockets: socket.socket) -> "subprocess.Popen[bytes]":
-        """Start a process in the same way as the spawn method of `multiprocessing`, and have it run a `SpawnedWorker`.
+        """Start a process the way the spawn start method of `multiprocessing` does, and have it run a `SpawnedWorker`.
 
-        `multiprocessing.Process` is not used, for three reasons. In a forked child, its object counts as a child of
-        that process as well, and is terminated when that process exits. A daemonic process cannot have children. A
-        process that is not daemonic is waited for at exit, however long its calls take.
+        `multiprocessing.Process` is not used, for three reasons. In a forked child, `multiprocessing` counts the worker
+        as a child of that process as well, and terminates it when that process exits. A daemonic process cannot have
+        children. A process that is not daemonic is waited for at exit, however long its calls take.
 
         :param sockets: the worker's ends of the link, of the socket for sharing and of the fd channel. The caller must
             close them.
@@ -431,7 +431,7 @@ class ProcessWorker(WorkerHandle):
             self._send_frame(FrameType.SOCKET_CALL, call)
 
     def cancel_call(self, call: _ProcessCall) -> None:
-        """Cancel a call that was sent, or that waits until its socket is sent. Call on the owner's loop.
+        """Cancel a call that was sent, or that still waits for its socket to be sent. Call this on the owner's loop.
 
         Do nothing if the call has ended.
         """

@@ -589,7 +589,8 @@ class Supervisor:
     def kill(self) -> list[str]:
         """End all worker processes by force. Threads cannot be ended this way.
 
-        :returns: list of texts, each of which describes a worker that is left running and says how many calls it has.
+        :returns: list of strings, each of which describes a worker that is still running and its number of unfinished
+            calls.
         """
         return [f"{handle!r} with {len(handle.calls)} calls" for handle in self._live_handles() if not handle.kill()]
 

@@ -274,7 +274,7 @@ class EventPump:
         self._stop_waking_if_unused(watcher.loop)
 
     async def drain(self) -> None:
-        """Call `stop`, without waiting for anything. This is the first step of closing the device."""
+        """Stop receiving events (see `stop`), as the first step of closing the device. Does not wait for anything."""
         self.stop()
 
     def stop(self) -> None:

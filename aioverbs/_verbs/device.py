@@ -374,11 +374,12 @@ class Device(HandleResource[handles.Context]):
         and on a device that `import_device` made over that context.
 
         :param shared_id: `SharedProtectionDomain.id`, 0..2**96-1.
-        :param share_key: the key that the domain was shared with, 0..2**64-1.
-        :raises VerbsError: on opening: with ENOENT if no domain is shared under that id, or if this context of an RDMA
-            device did not import it; with EACCES if the key is wrong; with EXDEV if the id belongs to another device;
-            with EOPNOTSUPP if the provider does not implement the verb; on a software device, with EMFILE or ENOMEM if
-            240 processes already use the domain or its memory cannot be mapped.
+        :param share_key: the key with which the domain was shared, 0..2**64-1.
+        :raises VerbsError: on opening: with ENOENT if no domain is shared under that id, or, on an RDMA device, if this
+            device neither shares the domain nor was made by `import_device` over the device that does; with EACCES if
+            the key is wrong; with EXDEV if the id belongs to another device; with EOPNOTSUPP if the provider does not
+            implement the verb; on a software device, with EMFILE or ENOMEM if 240 processes already use the domain or
+            its memory cannot be mapped.
         :raises OSError: on opening on an RDMA device: with EMFILE if no file descriptor is left.
         :raises ValueError: `shared_id` does not fit in 96 bits, or `share_key` does not fit in 64 bits.
         :raises TypeError: `shared_id` or `share_key` is not an integer.

@@ -60,7 +60,7 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         """Update the work requests after a transition of the queue pair to `state`. Subclasses override this."""
 
     def _breaking_error(self) -> BaseException | None:
-        """Return the exception that broke the queue pair since the last reset; None if there is none.
+        """Return the error that has broken the queue pair since its last reset; None if there is none.
 
         Subclasses implement this.
         """

@@ -42,7 +42,7 @@ def _turn_bytes(size: int, slots: int, turn: int) -> bytearray:
 def expected_checksum(operation: Operation, size: int, slots: int, turn: int) -> int:
     """Return the CRC-32 of the bytes that must arrive in turn number ``turn``, over ``slots`` slots of ``size`` bytes.
 
-    The result is the same for each ``operation``.
+    The result does not depend on ``operation``.
     """
     return zlib.crc32(_turn_bytes(size, slots, turn))
 

@@ -74,7 +74,7 @@ async def demonstrate(name: str | None, size: int, messages: int) -> Outcome:
     :param messages: number of round trips.
     :returns: the outcome; wrong bytes and wrong answers are listed in its `faults`.
     :raises DeviceNotFoundError: no device has that name.
-    :raises OSError: the device is unusable, or the worker process cannot be started or connected.
+    :raises OSError: the device is unusable, or the worker process cannot be started or connected to.
     :raises ValueError: an environment variable of the software device, or the address in its name, is invalid.
     :raises BrokenResourceError: the worker process ended, or the connection to it broke.
     :raises WorkCompletionError: a read failed.

@@ -266,8 +266,8 @@ class Identifier(HandleResource[core.Identifier]):
         :raises TimeoutError: the address or route was not resolved within `timeout_s`.
         :raises OSError: a host name cannot be resolved.
         :raises ValueError: `port` is out of range.
-        :raises VerbsError: after a rejection: ``rdma_create_id`` failed, and the identifier is unchanged; or reading
-            events from the channel failed.
+        :raises VerbsError: after a rejection, ``rdma_create_id`` is called again; it failed, and the identifier is
+            unchanged. Or reading events from the channel failed.
         :raises QueuePairStateError: the identifier is already resolved or connected, or came from a listener; nothing
             was done.
         :raises BrokenResourceError: an earlier call failed; or an unexpected event arrived, or the device was removed

@@ -518,8 +518,8 @@ cdef class CqDispatcher:
         )
 
     def let_go(self):
-        """Detach the queue from its home loop, which then no longer dispatches completions. Call on the home loop, or
-        when that loop is gone."""
+        """Detach the queue from its home loop, which then no longer dispatches the queue's completions. Call this on
+        the home loop, or when that loop is gone."""
         self.loop = None
 
 

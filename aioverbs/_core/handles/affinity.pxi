@@ -232,7 +232,7 @@ cdef class Affinity:
         )
         if self._thread:
             return (
-                f"{refused} in the same thread: this call was made from inside of it, for example by an allocator; "
+                f"{refused} in the same thread: this call was made from inside that one, for example by an allocator; "
                 "call again after it has returned"
             )
         return f"{refused}, in another thread or around this call: call again after it has returned"

@@ -93,7 +93,8 @@ cdef class ParentDomain(ProtectionDomain):
 
     - ``allocate(size, alignment, resource_type, pd, pd_context)``, with size and alignment in bytes, returns the
       address of zeroed, aligned memory that a fork does not copy; or `USE_DEFAULT`; or None if it has no memory.
-    - ``free(address, resource_type, pd, pd_context)`` takes the memory back, once, with the same type.
+    - ``free(address, resource_type, pd, pd_context)`` takes the memory back. It is called once for each allocation,
+      with the same `resource_type`.
 
     `pd` is this domain. `resource_type` has the provider's number in its upper 32 bits, and the provider's code for a
     queue pair, a completion queue, a record and so on in its lower 32 bits. An exception that ``allocate`` raises
@@ -105,7 +106,8 @@ cdef class ParentDomain(ProtectionDomain):
     :param td: thread domain of all objects that are created in the parent domain; None if there is none.
     :param allocator: the allocator; None for the provider's own memory.
     :param pd_context: any object, which is passed to the allocator.
-    :param affinity: owner of the domain; None for the owner of `td`. If there is none, any thread may use the domain.
+    :param affinity: owner of the domain; None for the owner of `td`. If `td` is None or has no owner, any thread may
+        use the domain.
     :raises ValueError: `td` belongs to another context or another owner.
     :raises ClosedResourceError: `pd` or `td` is closed.
     :raises AffinityError: the caller is not the owner.

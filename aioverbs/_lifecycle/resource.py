@@ -298,7 +298,8 @@ class HandleResource(Resource, Generic[H]):
 
     @property
     def handle(self) -> H:
-        """Handle in the compiled core that wraps the verbs object; its ``verbs_pointer`` is the object's address.
+        """Handle in the compiled core that wraps the verbs object. The handle's ``verbs_pointer`` is the address of the
+        verbs object.
 
         :raises ClosedResourceError: the resource is not open.
         :raises ForkedProcessError: the resource was opened in the process that this one was forked from.

@@ -9,7 +9,7 @@ cdef bint _is_exported = False
 
 
 cdef int _load_exported() except -1:
-    # Load libibverbs in the first call. Raise LibraryNotFoundError where it cannot be loaded, or lacks a verb.
+    # Load libibverbs on the first call. Raise LibraryNotFoundError if it cannot be loaded or lacks a verb.
     global _is_exported
     cdef const char *problem = NULL
     with _exporting:
@@ -24,7 +24,7 @@ cdef int _load_exported() except -1:
 
 
 cdef v.ibv_device **_device_list() except NULL:
-    # Return the RDMA devices, with NULL at the end; the caller frees the list. Raises as `device_names`.
+    # Return the RDMA devices, with NULL at the end; the caller frees the list. Raise the errors of `device_names`.
     cdef int error
     cdef v.ibv_device **found
     _load_exported()
@@ -37,6 +37,7 @@ cdef v.ibv_device **_device_list() except NULL:
 
 
 cdef list _names_in(v.ibv_device **found):
+    # Return a new list of the names of the devices in a list that ends with NULL.
     names = []
     while found[0]:
         names.append(found[0].name.decode())
@@ -45,11 +46,11 @@ cdef list _names_in(v.ibv_device **found):
 
 
 def device_names():
-    """Return the names of the RDMA devices for which libibverbs has a provider: ``ibv_get_device_list``.
+    """Return the names of the RDMA devices for which libibverbs has a provider (``ibv_get_device_list``).
 
-    :returns: a new list of str, in the order of libibverbs.
-    :raises LibraryNotFoundError: libibverbs cannot be loaded.
-    :raises VerbsError: the verb failed.
+    :returns: a new list of str, in the order of libibverbs; empty if there is no such device.
+    :raises LibraryNotFoundError: libibverbs cannot be loaded, or lacks a verb.
+    :raises VerbsError: the verb failed; with ENOSYS if the kernel's RDMA modules are not loaded.
     """
     cdef v.ibv_device **found = _device_list()
     try:
@@ -59,21 +60,23 @@ def device_names():
 
 
 cdef uintptr_t _slot(void **slot, verb) except 0:
-    # Return the address of the pointer to a verb. Raise ValueError for NULL: the table has no such verb.
+    # Return the address `slot` as a number. Raise ValueError if it is NULL, because the table lacks the verb `verb`.
     if not slot:
         raise ValueError(f"ibv_{verb} is not in the table of exported verbs")
     return <uintptr_t>slot
 
 
 def table_slot(verb):
-    """Return the address, an int, of the pointer to an exported verb that is called before there is a context, or from
-    which contexts opened after this call copy theirs.
+    """Return the address, an int, of the process's pointer to an exported verb, so that other code can replace the
+    pointer and intercept the verb.
 
-    Like `Context.table_slot`; also for ``"query_gid_table"``.
+    A replaced pointer takes effect at once for the verbs ``"get_device_list"``, ``"free_device_list"``,
+    ``"open_device"`` and ``"query_gid_table"``. Each context of an RDMA device copies the pointers to all other verbs
+    when it is opened: for an open context, use `Context.table_slot`. No verb may run while a pointer is being replaced.
 
-    :param verb: name without ``ibv_``.
-    :raises LibraryNotFoundError: libibverbs cannot be loaded.
-    :raises ValueError: there is no such verb.
+    :param verb: name of the verb without ``ibv_``.
+    :raises LibraryNotFoundError: libibverbs cannot be loaded, or lacks a verb.
+    :raises ValueError: the table has no such verb.
     """
     cdef bytes name = verb.encode()
     cdef void **slot
@@ -83,10 +86,10 @@ def table_slot(verb):
 
 
 cdef class Context(Handle):
-    """Open device: ``struct ibv_context``. Created by `open_device`, `import_device` or `adopt`;
-    ``software.Context.open`` makes the subclass for the software device.
+    """Open device (``struct ibv_context``). Created by `open_device`, `import_device` or `adopt`;
+    ``software.Context.open`` creates the subclass for the software device.
 
-    Any thread may use a context, and the objects made from it that belong to no thread domain.
+    Any thread may use a context, and those objects created from it that do not belong to a thread domain.
     """
 
     def __cinit__(self, *_, **__):
@@ -97,13 +100,13 @@ cdef class Context(Handle):
 
     @staticmethod
     def open_device(str name):
-        """Open an RDMA device: ``ibv_open_device``.
+        """Open an RDMA device (``ibv_open_device``).
 
         :param name: one of `device_names`.
         :returns: a new `Context`; the caller destroys it.
-        :raises DeviceNotFoundError: there is no device of that name.
-        :raises LibraryNotFoundError: libibverbs cannot be loaded.
-        :raises VerbsError: the verb failed, or ``ibv_get_device_list`` did.
+        :raises DeviceNotFoundError: `device_names` does not contain `name`.
+        :raises LibraryNotFoundError: libibverbs cannot be loaded, or lacks a verb.
+        :raises VerbsError: the verb failed, or the verb that lists the devices did: then as for `device_names`.
         """
         cdef int error = 0
         cdef v.ibv_device *device
@@ -133,12 +136,14 @@ cdef class Context(Handle):
 
     @staticmethod
     def adopt(capsule, owner):
-        """Use a context that other code opened through libibverbs.
+        """Return a handle of a context that other code, the lender, has opened through libibverbs. The lender must not
+        close the context before the handle is destroyed.
 
         :param capsule: capsule "ibv_context *" from `pyverbs_bridge`: the address of the lender's pointer.
-        :param owner: object that contains that pointer and keeps the context open.
-        :returns: a new `Context`; the caller destroys it, which leaves the context open.
-        :raises LibraryNotFoundError: libibverbs cannot be loaded.
+        :param owner: object that contains that pointer; the handle keeps it alive.
+        :returns: a new `Context`; the caller destroys it, which leaves the lender's context open.
+        :raises LibraryNotFoundError: libibverbs cannot be loaded, or lacks a verb.
+        :raises ValueError: `capsule` is not such a capsule.
         """
         cdef Context self = Context.__new__(Context)
         self._borrow(capsule, "ibv_context *", owner)
@@ -152,25 +157,28 @@ cdef class Context(Handle):
 
     @staticmethod
     def import_device(int cmd_fd):
-        """Open a context over the command descriptor of another context, of this process or another one:
-        ``ibv_import_device``.
+        """Open a context that uses the command descriptor of another context, in this or another process
+        (``ibv_import_device``).
 
-        Objects made in one of them are known to the other by their numbers: see `ProtectionDomain.import_pd`.
+        Objects created in one of the two contexts can be imported into the other by their numbers: see
+        `ProtectionDomain.import_pd`.
 
-        :param cmd_fd: descriptor that `dup_cmd_fd` of the other context returned; the caller keeps it.
+        :param cmd_fd: descriptor that `dup_cmd_fd` of the other context returned. The new context uses a duplicate:
+            the caller closes `cmd_fd`, also if this raises.
         :returns: a new `Context`; the caller destroys it.
-        :raises OSError: `cmd_fd` is not an open descriptor, or there is no descriptor left to duplicate it to.
-        :raises LibraryNotFoundError: libibverbs cannot be loaded.
-        :raises VerbsError: with EOPNOTSUPP where the provider does not support it, with EINVAL where `cmd_fd` is no
-            descriptor of an RDMA device, with ENODEV where this machine does not have the device.
+        :raises OSError: `cmd_fd` is not an open descriptor (EBADF), or no descriptor is left for a duplicate (EMFILE).
+        :raises ValueError: `cmd_fd` is negative.
+        :raises LibraryNotFoundError: libibverbs cannot be loaded, or lacks a verb.
+        :raises VerbsError: the verb failed; with EOPNOTSUPP if the provider does not support it, with EINVAL if
+            `cmd_fd` is not a descriptor of an RDMA device, with ENODEV if this machine does not have the device.
         """
         cdef int error, own
         cdef Context self = Context.__new__(Context)
         _load_exported()
         self.table = _exported
-        # Whether a failing verb has closed its descriptor depends on how far it came. The duplicate gets a high number
-        # that no other open call is given meanwhile, so that the number afterwards refers to the duplicate or to
-        # nothing.
+        # Whether a failing verb has closed its descriptor depends on how far it got. The duplicate gets a high number,
+        # which no other open call is given in the meantime, so that the number then refers either to the duplicate or
+        # to nothing.
         lowest = min(512, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         own = fcntl.fcntl(cmd_fd, fcntl.F_DUPFD_CLOEXEC, lowest)
         with nogil:
@@ -187,7 +195,7 @@ cdef class Context(Handle):
         return self
 
     def _read_device_fields(self):
-        """Set name, descriptor of asynchronous events and number of completion vectors from the open device."""
+        """Set the attributes `name`, `async_fd` and `num_comp_vectors` to the values of the open device."""
         self.name = self.pointer.device.name.decode()
         self.async_fd = self.pointer.async_fd
         self.num_comp_vectors = self.pointer.num_comp_vectors
@@ -196,8 +204,8 @@ cdef class Context(Handle):
         return "ibv_close_device"
 
     cdef str _unreachable_reason(self):
-        # Text that says why peers do not find the device, where that may be why a queue pair was not connected; None
-        # for none.
+        # Return text that says why peers cannot find the device, which may be why a queue pair could not be connected;
+        # None or empty if no such reason is known.
         return None
 
     cdef void *_verbs_object(self) except NULL:
@@ -213,7 +221,8 @@ cdef class Context(Handle):
     def dup_cmd_fd(self):
         """Return a duplicate of the context's command descriptor, an int, for `import_device`. The caller closes it.
 
-        :raises OSError: there is no descriptor left.
+        :raises ClosedResourceError: the context is closed.
+        :raises OSError: no descriptor is left (EMFILE).
         :raises VerbsError: with EOPNOTSUPP for the software device, which has no such descriptor.
         """
         self._enter()
@@ -226,7 +235,7 @@ cdef class Context(Handle):
 
     @property
     def extended_address(self):
-        """Address of the enclosing ``struct verbs_context``, an int; 0 without one.
+        """Address of the enclosing ``struct verbs_context``, an int; 0 if there is none.
 
         :raises ClosedResourceError: the context is closed.
         """
@@ -237,12 +246,14 @@ cdef class Context(Handle):
             self._leave()
 
     def table_slot(self, verb):
-        """Return the address, an int, of this context's pointer to an exported verb, for code that intercepts verbs.
+        """Return the address, an int, of this context's pointer to an exported verb, so that other code can replace the
+        pointer and intercept the verb.
 
-        No verb may run while the pointer is changed.
+        The address is valid as long as the handle exists. No verb may run while the pointer is being replaced.
 
-        :param verb: name without ``ibv_``, such as ``"dealloc_pd"``.
+        :param verb: name of the verb without ``ibv_``, such as ``"dealloc_pd"``.
         :raises ValueError: the table has no such verb.
+        :raises ClosedResourceError: the context is closed.
         """
         cdef bytes name = verb.encode()
         slot = _slot(v.verbs_table_slot(&self.table, name), verb)
@@ -254,10 +265,10 @@ cdef class Context(Handle):
     def attributes(self):
         """Limits of the device, a `DeviceAttributes`, which do not change while the device is open.
 
-        The first use queries the device by `query_device` and keeps the result; later uses return it, also after the
-        context is closed.
+        The first use queries the device with `query_device` and keeps the result; later uses return the same result,
+        even after the context has been closed.
 
-        :raises VerbsError: the query on first use failed.
+        :raises VerbsError: the query on the first use failed; the next use queries again.
         :raises ClosedResourceError: the context was closed before the first use.
         """
         cdef section within
@@ -273,11 +284,14 @@ cdef class Context(Handle):
         return attributes
 
     def max_message(self, port_num=1):
-        """Return the size limit of a message over a port, in bytes. The first call for a port queries it.
+        """Return the largest size, in bytes, of a message that can be sent over a port, an int.
+
+        The first call for a port queries it with `query_port`; later calls return the same number.
 
         :param port_num: number of the port, from 1.
-        :raises ValueError: `port_num` is not in 0..255.
-        :raises VerbsError: the query failed, such as with EINVAL where the device has no such port.
+        :raises ValueError: as for `query_port`.
+        :raises VerbsError: as for `query_port`.
+        :raises ClosedResourceError: the context is closed, and the port has not been queried before.
         """
         found = self._ports.get(port_num)
         if found is None:
@@ -285,10 +299,11 @@ cdef class Context(Handle):
         return found
 
     def query_device(self):
-        """Query the device's limits: ``ibv_query_device``.
+        """Query the limits and the version numbers of the device (``ibv_query_device``).
 
         :returns: a new `DeviceAttributes`.
         :raises VerbsError: the verb failed.
+        :raises ClosedResourceError: the context is closed.
         """
         cdef v.ibv_device_attr attr
         cdef int error
@@ -330,12 +345,14 @@ cdef class Context(Handle):
         )
 
     def query_port(self, port_num=1):
-        """Query the state of a port: ``ibv_query_port``.
+        """Query the state and the limits of a port (``ibv_query_port``).
 
         :param port_num: number of the port, from 1.
         :returns: a new `PortAttributes`.
-        :raises ValueError: `port_num` is not in 0..255.
-        :raises VerbsError: the verb failed, such as with EINVAL where the device has no such port.
+        :raises ValueError: `port_num` is not in 0..255, or the provider reports a number that `PortState`, `Mtu` or
+            `LinkLayer` does not have.
+        :raises VerbsError: the verb failed, for example with EINVAL because the device has no such port.
+        :raises ClosedResourceError: the context is closed.
         """
         cdef v.ibv_port_attr attr
         cdef int error, port = _byte(port_num, "port_num")
@@ -364,13 +381,15 @@ cdef class Context(Handle):
         )
 
     def query_gid(self, port_num=1, index=0):
-        """Query an entry of a port's GID table: ``ibv_query_gid``.
+        """Query an entry of a port's GID table (``ibv_query_gid``).
 
         :param port_num: number of the port, from 1.
         :param index: index in the table, from 0.
         :returns: the GID, 16 bytes.
         :raises ValueError: `port_num` is not in 0..255.
-        :raises VerbsError: the verb failed, such as where there is no such port or entry.
+        :raises OverflowError: `index` does not fit in 32 bits.
+        :raises VerbsError: the verb failed, for example because there is no such port or entry.
+        :raises ClosedResourceError: the context is closed.
         """
         cdef v.ibv_gid gid
         cdef int failed, position = index, port = _byte(port_num, "port_num"), error = 0
@@ -386,13 +405,16 @@ cdef class Context(Handle):
         return (<char *>gid.raw)[:16]
 
     def query_gid_table(self, int max_entries):
-        """Query the GIDs of all ports with their types: ``ibv_query_gid_table``.
+        """Query the GIDs of all ports, and the types of the GIDs (``ibv_query_gid_table``).
 
-        :param max_entries: sum of the sizes of the ports' GID tables.
+        :param max_entries: sum of the sizes of the ports' GID tables, not negative.
         :returns: a new list with a tuple for each GID that is not empty: number of the port, index in the port's table,
             the GID (16 bytes), and its type (a number of `GidType`).
-        :raises VerbsError: the verb failed; with EOPNOTSUPP where libibverbs, older than rdma-core 32, lacks the verb,
-            and for the software device.
+        :raises OverflowError: `max_entries` does not fit in 32 bits.
+        :raises MemoryError: there is not enough memory for `max_entries` entries.
+        :raises VerbsError: the verb failed; with EOPNOTSUPP for the software device, and if libibverbs is older than
+            rdma-core 32 and lacks the verb.
+        :raises ClosedResourceError: the context is closed.
         """
         cdef Py_ssize_t index, count = -EOPNOTSUPP
         cdef v.ibv_gid_entry *entries = <v.ibv_gid_entry *>PyMem_Calloc(max_entries, sizeof(v.ibv_gid_entry))
@@ -418,13 +440,15 @@ cdef class Context(Handle):
             PyMem_Free(entries)
 
     def query_pkey(self, port_num=1, index=0):
-        """Query an entry of a port's partition key table: ``ibv_query_pkey``.
+        """Query an entry of a port's partition key table (``ibv_query_pkey``).
 
         :param port_num: number of the port, from 1.
         :param index: index in the table, from 0.
-        :returns: the partition key, 0..65535, in host byte order.
+        :returns: the partition key, an int in 0..65535, converted to host byte order.
         :raises ValueError: `port_num` is not in 0..255.
-        :raises VerbsError: the verb failed, such as where there is no such port or entry.
+        :raises OverflowError: `index` does not fit in 32 bits.
+        :raises VerbsError: the verb failed, for example because there is no such port or entry.
+        :raises ClosedResourceError: the context is closed.
         """
         cdef uint16_t pkey
         cdef int failed, position = index, port = _byte(port_num, "port_num"), error = 0
@@ -440,14 +464,16 @@ cdef class Context(Handle):
         return socket.ntohs(pkey)
 
     def get_async_event(self):
-        """Take an asynchronous event, an `AsyncEvent`, without waiting: ``ibv_get_async_event``.
+        """Take the device's next asynchronous event, without waiting (``ibv_get_async_event``).
 
-        `async_fd` is readable while an event waits; the first call makes that descriptor non-blocking. Acknowledge each
-        event before its object, or this context, is destroyed. The software device does not repeat an event that waits
-        already.
+        `async_fd` is readable while an event is waiting; the first call makes that descriptor non-blocking. The caller
+        must acknowledge each event before its object or this context is destroyed. An event about an object that is
+        being destroyed is acknowledged here and not returned. The software device does not report an event again while
+        the same event is still waiting.
 
-        :returns: the event; None if no event is waiting.
+        :returns: a new `AsyncEvent`; None if no event is waiting.
         :raises VerbsError: the verb failed.
+        :raises ClosedResourceError: the context is closed.
         """
         self._enter()
         try:
@@ -460,7 +486,7 @@ cdef class Context(Handle):
 
 
 cdef int _byte(value, str name) except -1:
-    # Return `value`; raise ValueError, with the argument's name, where it is not in 0..255.
+    # Return `value`; raise ValueError, with the argument's name `name`, if it is not in 0..255.
     if not 0 <= value <= 255:
         raise ValueError(f"`{name}` must be from 0 to 255, got {value}")
     return value

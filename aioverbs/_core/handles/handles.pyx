@@ -214,15 +214,16 @@ cdef class Handle:
 
     @property
     def verbs_pointer(self):
-        """Address of the verbs object, an int: of its ``struct ibv_context``, ``ibv_pd`` and so on.
+        """Address of the verbs object, an int: the address of its ``struct ibv_context``, ``struct ibv_pd`` and so on.
 
-        For verbs that aioverbs lacks, called by other code. The address is valid until the object is destroyed, which
-        knows nothing of that code. Only the owner may pass the object to a verb.
+        Other code can pass it to verbs that aioverbs lacks. The address is valid until the object is destroyed, which
+        does not wait for a verb that other code has called. Like the handle's methods, such verbs may only be called on
+        the thread or event loop that owns the object, if there is one.
 
         :raises ClosedResourceError: the object is closed.
         :raises AffinityError: the object belongs to another thread or event loop.
         :raises ConcurrentAccessError: another call is inside the object or its thread domain.
-        :raises BusyResourceError: a modification of the queue pair is pending.
+        :raises BusyResourceError: the object is a queue pair, and a modification of it is pending.
         """
         self._use("verbs_pointer")
         try:

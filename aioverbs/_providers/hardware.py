@@ -1,4 +1,4 @@
-"""RDMA devices of this machine, and objects of pyverbs on them, which a user may have."""
+"""RDMA devices of this machine, and handles of pyverbs objects that a user has created on them."""
 
 import errno
 from typing import TYPE_CHECKING
@@ -18,11 +18,11 @@ __all__ = ["adopt_context", "adopt_memory_region", "adopt_protection_domain", "g
 
 
 def names() -> list[str]:
-    """Return the names of the RDMA devices for which libibverbs has a provider: ``ibv_get_device_list``.
+    """Return the names of the RDMA devices for which libibverbs has a provider (``ibv_get_device_list``).
 
-    :returns: the names; an empty list also if the kernel's RDMA modules are not loaded.
-    :raises LibraryNotFoundError: libibverbs is not installed.
-    :raises VerbsError: the verb failed.
+    :returns: a new list; empty if there is no such device or the kernel's RDMA modules are not loaded.
+    :raises LibraryNotFoundError: libibverbs cannot be loaded, or lacks a verb.
+    :raises VerbsError: the verb failed for another reason.
     """
     try:
         return handles.device_names()
@@ -33,12 +33,14 @@ def names() -> list[str]:
 
 
 def open_context(name: str) -> handles.Context:
-    """Open an RDMA device: ``ibv_open_device``.
+    """Open an RDMA device (``ibv_open_device``).
 
-    :returns: the open context, which the caller destroys.
-    :raises DeviceNotFoundError: there is no device of that name.
-    :raises LibraryNotFoundError: libibverbs is not installed.
-    :raises VerbsError: the device cannot be opened; with EACCES if its device file cannot.
+    :param name: name of the device, such as ``"mlx5_0"``.
+    :returns: a new handle of the open context, which the caller destroys.
+    :raises DeviceNotFoundError: there is no RDMA device with that name.
+    :raises LibraryNotFoundError: libibverbs cannot be loaded, or lacks a verb.
+    :raises VerbsError: the device cannot be opened. If its device file exists and cannot be opened, this has the errno
+        of that, for example EACCES.
     """
     try:
         return handles.Context.open_device(name)
@@ -51,11 +53,16 @@ def open_context(name: str) -> handles.Context:
 
 
 def gid_table(context: handles.Context, port: int) -> list[Gid]:
-    """Return the GIDs of a port with their indexes and types: ``ibv_query_gid_table``.
+    """Return the GIDs of a port with their indexes and types (``ibv_query_gid_table``). If libibverbs lacks this verb,
+    read them from the kernel's files.
 
-    The kernel's files have the table as well, for versions of libibverbs that lack the verb.
-
-    :raises VerbsError: the verb failed.
+    :param context: context of an RDMA device.
+    :param port: number of the port, from 1.
+    :returns: a new list of `Gid` without the empty entries. If the device has no such port, the list is empty, or
+        VerbsError is raised if the kernel's files are read.
+    :raises VerbsError: the verb or the query for the size of a port's table failed, or the kernel's files cannot be
+        read.
+    :raises ClosedResourceError: the context is closed.
     """
     ports = range(1, context.attributes.phys_port_cnt + 1)
     max_entries = sum(context.query_port(each).gid_tbl_len for each in ports)
@@ -69,13 +76,17 @@ def gid_table(context: handles.Context, port: int) -> list[Gid]:
 
 
 def adopt_context(context: "PyverbsContext") -> handles.Context:
-    """Use an open `pyverbs.device.Context`, which the user continues to own and closes later.
+    """Return a handle of an open `pyverbs.device.Context`.
 
-    :returns: a context over it, which the caller destroys first.
-    :raises TypeError: `context` is something else.
+    The user still owns `context` and closes it later.
+
+    :param context: the pyverbs context.
+    :returns: a new handle, which the caller destroys before the user closes `context`.
+    :raises TypeError: `context` is not a `pyverbs.device.Context`.
     :raises ValueError: `context` is closed.
-    :raises LibraryNotFoundError: libibverbs is not installed.
-    :raises RuntimeError: this version of pyverbs uses another object layout.
+    :raises LibraryNotFoundError: libibverbs cannot be loaded, or lacks a verb.
+    :raises RuntimeError: the object layout of this version of pyverbs is unknown, or the object contains an
+        unexpected pointer.
     """
     from aioverbs._core.handles import pyverbs_bridge
 
@@ -83,12 +94,18 @@ def adopt_context(context: "PyverbsContext") -> handles.Context:
 
 
 def adopt_protection_domain(context: handles.Context, pd: "PD") -> handles.ProtectionDomain:
-    """Use an open `pyverbs.pd.PD` of an adopted context, which the user continues to own and closes later.
+    """Return a handle of an open `pyverbs.pd.PD` of an adopted context.
 
-    :returns: a protection domain over it, which the caller destroys first.
-    :raises TypeError: `pd` is something else, or is a parent domain.
-    :raises ValueError: `pd` is closed or belongs to another context.
-    :raises RuntimeError: this version of pyverbs uses another object layout.
+    The user still owns `pd` and closes it later.
+
+    :param context: handle of the adopted context.
+    :param pd: the pyverbs protection domain.
+    :returns: a new handle, which the caller destroys before the user closes `pd`.
+    :raises TypeError: `pd` is not a `pyverbs.pd.PD`, or is a parent domain.
+    :raises ValueError: `pd` is closed or does not belong to `context`.
+    :raises RuntimeError: the object layout of this version of pyverbs is unknown, or the object contains an
+        unexpected pointer.
+    :raises ClosedResourceError: `context` is closed.
     """
     from aioverbs._core.handles import pyverbs_bridge
 
@@ -96,12 +113,18 @@ def adopt_protection_domain(context: handles.Context, pd: "PD") -> handles.Prote
 
 
 def adopt_memory_region(pd: handles.ProtectionDomain, mr: "MR") -> handles.MemoryRegion:
-    """Use an open `pyverbs.mr.MR` of an adopted protection domain, which the user continues to own and closes later.
+    """Return a handle of an open `pyverbs.mr.MR` of an adopted protection domain.
 
-    :returns: a memory region over it, which the caller destroys first.
-    :raises TypeError: `mr` is something else.
-    :raises ValueError: `mr` is closed or belongs to another protection domain.
-    :raises RuntimeError: this version of pyverbs uses another object layout.
+    The user still owns `mr` and closes it later.
+
+    :param pd: handle of the adopted protection domain.
+    :param mr: the pyverbs memory region.
+    :returns: a new handle, which the caller destroys before the user closes `mr`.
+    :raises TypeError: `mr` is not a `pyverbs.mr.MR`.
+    :raises ValueError: `mr` is closed or does not belong to `pd`.
+    :raises RuntimeError: the object layout of this version of pyverbs is unknown, or the object contains an
+        unexpected pointer.
+    :raises ClosedResourceError: `pd` is closed.
     """
     from aioverbs._core.handles import pyverbs_bridge
 

@@ -15,14 +15,19 @@ _FOLDER = Path("/sys/class/infiniband")
 
 
 def kernel_devices() -> list[str]:
-    """Return the names of the kernel's RDMA devices, sorted, whether or not this process can use them."""
+    """Return a sorted list of the names of all RDMA devices that the kernel knows, including devices that this process
+    cannot use; an empty list if the kernel's RDMA modules are not loaded.
+    """
     return sorted(path.name for path in _FOLDER.iterdir()) if _FOLDER.is_dir() else []
 
 
 def device_nodes(root: Path = Path("/")) -> dict[str, Path]:
-    """Return the path of the device file below /dev of each RDMA device that has one, by the name of the device.
+    """Return the device files of the RDMA devices: a dict with the name of each device as key and the path of its file
+    below `root`, such as /dev/infiniband/uverbs0, as value.
 
-    :param root: root folder of the file system.
+    Devices without a device file are left out. The file may be missing or inaccessible here, as in a container.
+
+    :param root: root directory of the file system, in which sys and dev are looked up.
     """
     nodes = {}
     for path in (root / "sys/class/infiniband_verbs").glob("*/ibdev"):
@@ -32,9 +37,10 @@ def device_nodes(root: Path = Path("/")) -> dict[str, Path]:
 
 
 def device_numbers(root: Path = Path("/")) -> set[tuple[int, int]]:
-    """Return the major and minor numbers of the device files by which programs send commands to RDMA devices.
+    """Return a set of device numbers, pairs of major and minor number: those of the device files through which programs
+    send commands to RDMA devices.
 
-    :param root: root folder of the file system.
+    :param root: root directory of the file system, in which sys is looked up.
     """
     numbers = set()
     for path in (root / "sys/class/infiniband_verbs").glob("*/dev"):
@@ -45,11 +51,13 @@ def device_numbers(root: Path = Path("/")) -> set[tuple[int, int]]:
 
 
 def gid_table(name: str, port: int) -> list[Gid]:
-    """Return the GIDs of a port with their indexes and types.
+    """Return the GIDs of a port with their indexes and types, as ``ibv_query_gid_table`` does.
 
     :param name: name of the device.
-    :param port: number of the port.
-    :raises VerbsError: the device or the port does not exist.
+    :param port: number of the port, from 1.
+    :returns: a list of `Gid`, sorted by index, without the entries that are empty or cannot be read.
+    :raises VerbsError: the kernel's files about the port cannot be read; with ENOENT if there is no such device or
+        port. The error names ``ibv_query_gid_table``.
     """
     folder = _FOLDER / name / "ports" / str(port)
     try:
@@ -59,7 +67,7 @@ def gid_table(name: str, port: int) -> list[Gid]:
         raise VerbsError("ibv_query_gid_table", error.errno or errno.EIO) from error
     found = []
     for index in indexes:
-        with contextlib.suppress(OSError):  # an empty entry has no type, and of some drivers no GID
+        with contextlib.suppress(OSError):  # an empty entry has no type, and with some drivers no GID
             gid = bytes.fromhex((folder / "gids" / str(index)).read_text().replace(":", ""))
             kind = (folder / "gid_attrs/types" / str(index)).read_text().strip()
             known = GidType.ROCE_V2 if kind == "RoCE v2" else GidType.ROCE_V1 if roce_v1 else GidType.IB
@@ -68,7 +76,9 @@ def gid_table(name: str, port: int) -> list[Gid]:
 
 
 def try_open(path: Path) -> int:
-    """Open and close a device file, and return the error number, such as EACCES; 0 on success."""
+    """Try to open the device file `path` for reading and writing, and close it again. Return 0 if it could be opened,
+    otherwise the errno, such as EACCES.
+    """
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
     except OSError as error:
@@ -77,14 +87,16 @@ def try_open(path: Path) -> int:
 
 
 def check_node(verb: str, node: Path) -> None:
-    """Check that a device file can be opened, after a verb that opens it has failed.
+    """Check that a device file can be opened. This is called after a verb that opens the file has failed, because the
+    errno of the verb may be misleading.
 
-    The libraries of rdma-core search for the file elsewhere if it cannot be opened, and report the result of that
-    search: ENOENT, even if the process lacks the permission to open the file.
+    If the file cannot be opened, the libraries of rdma-core search for it elsewhere and report the result of that
+    search: ENOENT, even if this process only lacks the permission to open the file. Nothing is raised if the file can
+    be opened or does not exist.
 
     :param verb: name of the verb, for the error.
-    :param node: device file.
-    :raises VerbsError: the file exists and cannot be opened, for example with EACCES.
+    :param node: path of the device file.
+    :raises VerbsError: the file exists but cannot be opened; with the errno of that, for example EACCES.
     """
     number = try_open(node)
     if number not in (0, errno.ENOENT):

@@ -1,4 +1,4 @@
-"""The start of the command ``aioverbs``, also by ``python -m aioverbs.cli``: checks that its packages are installed."""
+"""Entry point of ``aioverbs`` and ``python -m aioverbs.cli``, which first checks that the needed packages are there."""
 
 import sys
 from importlib.util import find_spec
@@ -9,7 +9,13 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Run the command; without click or rich, print a line that says how to install them, and exit."""
+    """Run the command ``aioverbs`` with the arguments of the process, and exit with the status of the command.
+
+    If click or rich is not installed, print a line on standard error that says how to install them, and exit with
+    `Status.FAILED`.
+
+    :raises SystemExit: always, unless the option ``--traceback`` lets an exception of the command propagate unchanged.
+    """
     missing = [name for name in ("click", "rich") if find_spec(name) is None]
     if missing:
         print(f"aioverbs: the command needs {' and '.join(missing)}: pip install 'aioverbs[cli]'", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""PURE: find problems of a machine's RDMA devices, and the commands that fix them."""
+"""PURE: find problems with a machine's RDMA devices, and the commands that fix the problems."""
 
 import enum
 import errno
@@ -23,7 +23,7 @@ _FAMILIES = {"apt-get": "Debian, Ubuntu", "dnf": "Fedora, RHEL"}
 
 
 class Severity(enum.Enum):
-    """Severity of a finding: an ERROR makes a device unusable."""
+    """Severity of a finding: an ERROR makes its subject unusable, a WARNING does not."""
 
     ERROR = "error"
     WARNING = "warning"
@@ -31,14 +31,14 @@ class Severity(enum.Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem. Made by `diagnose`.
+    """A problem with a device or the whole system. Created by `diagnose`.
 
     :param code: stable name of the kind of problem.
     :param severity: whether the problem makes the subject unusable.
     :param subject: name of the affected device, ``"soft0"`` for the software device, or ``"system"``.
     :param message: description of the problem and its effect.
     :param commands: shell commands that fix the problem.
-    :param hint: further advice; None: there is none.
+    :param hint: further advice; None if there is none.
     """
 
     code: str
@@ -51,10 +51,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All findings, and which RDMA devices are usable. Made by `diagnose`.
+    """All findings, and which RDMA devices are usable. Created by `diagnose`.
 
     :param findings: the problems, in the order in which to fix them.
-    :param usable: names of the RDMA devices without an error, if the system has none either.
+    :param usable: names of the RDMA devices without an error; empty if there is an error about ``"system"``.
     :param unusable: names of the other RDMA devices.
     """
 
@@ -64,21 +64,29 @@ class Diagnosis:
 
 
 def _error(code: str, subject: str, message: str, *commands: str, hint: str | None = None) -> Finding:
-    """Return a finding that makes its subject unusable."""
+    """Return a `Finding` of severity ERROR about ``subject``, which is unusable because of it.
+
+    :param commands: shell commands that fix the problem.
+    :param hint: further advice; None if there is none.
+    """
     return Finding(code, Severity.ERROR, subject, message, commands, hint)
 
 
 def _warning(code: str, subject: str, message: str, *commands: str, hint: str | None = None) -> Finding:
-    """Return a finding that leaves its subject usable."""
+    """Return a `Finding` of severity WARNING about ``subject``, which is usable in spite of it.
+
+    :param commands: shell commands that fix the problem.
+    :param hint: further advice; None if there is none.
+    """
     return Finding(code, Severity.WARNING, subject, message, commands, hint)
 
 
 def diagnose(machine: Machine) -> Diagnosis:
-    """Find the machine's problems.
+    """Find problems with the machine's RDMA devices, its software device and its libraries.
 
-    :returns: the findings in the order in which to fix them, and which RDMA devices are usable. An error of the system
-        makes
-        all of them unusable.
+    :param machine: data about the machine, from `inspect_machine`.
+    :returns: a `Diagnosis`: the findings in the order in which to fix them, and the names of the usable and unusable
+        RDMA devices. If there is an error about ``"system"``, all RDMA devices are unusable.
     """
     system = [
         *_software(machine),
@@ -103,9 +111,10 @@ def diagnose(machine: Machine) -> Diagnosis:
 
 
 def _install(machine: Machine, library: str, commands: dict[str, str] = _INSTALL) -> tuple[str, ...]:
-    """Return the command that installs a library's packages; one for each family of distributions if unknown.
+    """Return the shell command that installs the packages of ``library``, in a tuple. If the machine's package manager
+    is unknown, the tuple has one command for each package manager, with the names of its distributions as a comment.
 
-    :param commands: beginning of the command by package manager.
+    :param commands: beginning of the command, by package manager.
     """
     packages = _PACKAGES[library]
     if machine.package_manager is not None:
@@ -114,7 +123,9 @@ def _install(machine: Machine, library: str, commands: dict[str, str] = _INSTALL
 
 
 def _software(machine: Machine) -> Iterator[Finding]:
-    """Yield an error of libibverbs, or of the probe process that tests it."""
+    """Yield one `Finding` of severity ERROR if the probe process crashed or libibverbs cannot be loaded; otherwise
+    nothing.
+    """
     if machine.probe.crash is not None:
         details = "".join(f"; its last line: {line}" for line in machine.probe.warnings[-1:])
         yield _error(
@@ -136,7 +147,9 @@ def _software(machine: Machine) -> Iterator[Finding]:
 
 
 def _hardware(machine: Machine) -> Iterator[Finding]:
-    """Yield an error if the kernel has no RDMA device, with the way to get one."""
+    """Yield one `Finding` of severity ERROR if the kernel has no RDMA device, with commands or advice to get one;
+    otherwise nothing.
+    """
     names = {device.name for device in machine.devices}
     if names:
         return
@@ -176,8 +189,10 @@ def _hardware(machine: Machine) -> Iterator[Finding]:
 
 
 def _limits(machine: Machine) -> Iterator[Finding]:
-    """Yield a finding if the limit of locked memory is low: an error if a device's test failed by it, else a
-    warning.
+    """Yield one `Finding` if the limit of locked memory is too low, otherwise nothing.
+
+    Its severity is ERROR if the test of a device failed because of the limit; otherwise it is WARNING, if there is an
+    RDMA device and the limit is below 64 MiB.
     """
     over_limit = [name for name, trial in machine.probe.trials.items() if _beyond_limit(machine, trial)]
     if machine.memlock is None:
@@ -197,13 +212,15 @@ def _limits(machine: Machine) -> Iterator[Finding]:
 
 
 def _beyond_limit(machine: Machine, trial: Trial) -> bool:
-    """Return whether a trial failed because of the limit of locked memory, by its errno."""
+    """Return whether the errno of a device's test shows that the test failed because of the limit of locked memory."""
     numbers = (errno.ENOMEM, errno.EPERM) if machine.memlock == 0 else (errno.ENOMEM,)
     return machine.memlock is not None and trial.number in numbers
 
 
 def _optimization(machine: Machine) -> Iterator[Finding]:
-    """Yield a warning if the compiled core was compiled without optimization."""
+    """Yield one `Finding` of severity WARNING if the compiled core was compiled without optimization; otherwise
+    nothing.
+    """
     if not machine.probe.optimized:
         yield _warning(
             "not-optimized",
@@ -216,7 +233,9 @@ def _optimization(machine: Machine) -> Iterator[Finding]:
 
 
 def _connection_manager(machine: Machine) -> Iterator[Finding]:
-    """Yield warnings if librdmacm or its device file is unusable, on a machine with an RDMA device."""
+    """Yield a `Finding` of severity WARNING if librdmacm cannot be loaded, and another one if its device file cannot be
+    opened. Yield nothing if there is no RDMA device, or if the probe process crashed.
+    """
     if not machine.devices or machine.probe.crash is not None:
         return
     if machine.probe.librdmacm.problem is not None:
@@ -243,7 +262,9 @@ def _connection_manager(machine: Machine) -> Iterator[Finding]:
 
 
 def _software_device(machine: Machine) -> Iterator[Finding]:
-    """Yield an error if the software device's environment variables are invalid."""
+    """Check the environment variables of the software device: yield one `Finding` of severity ERROR if they are
+    invalid, otherwise nothing.
+    """
     if machine.soft_problem is None:
         return
     name = machine.soft_problem.partition(":")[0]
@@ -261,7 +282,9 @@ def _software_device(machine: Machine) -> Iterator[Finding]:
 
 
 def _device(machine: Machine, device: Device) -> Iterator[Finding]:
-    """Yield the findings about an RDMA device. Ports are reported only if none of them is active."""
+    """Yield a `Finding` for each problem with an RDMA device. Ports that are not active are reported only if the device
+    has no active port.
+    """
     yield from _device_node(machine, device)
     yield from _usability(machine, device)
     active = [port for port in device.ports if port.state == "ACTIVE"]
@@ -273,7 +296,9 @@ def _device(machine: Machine, device: Device) -> Iterator[Finding]:
 
 
 def _device_node(machine: Machine, device: Device) -> Iterator[Finding]:
-    """Yield an error if the device's file is missing or cannot be opened."""
+    """Yield one `Finding` of severity ERROR if the kernel has no device file for the device, or if the file is missing
+    or cannot be opened; otherwise nothing.
+    """
     if device.node is None:
         yield _error(
             "no-uverbs",
@@ -303,7 +328,11 @@ def _device_node(machine: Machine, device: Device) -> Iterator[Finding]:
 
 
 def _usability(machine: Machine, device: Device) -> Iterator[Finding]:
-    """Yield an error if the device's file can be opened, but libibverbs does not list the device or its test failed."""
+    """Yield one `Finding` of severity ERROR if libibverbs does not list the device, or if the device's test failed.
+
+    Yield nothing otherwise, and if the reason is reported elsewhere: the device file is missing or cannot be opened,
+    libibverbs cannot be loaded, the probe process crashed, or the limit of locked memory is too low.
+    """
     probe = machine.probe
     if device.node is None or device.open_errno or probe.crash is not None or probe.libibverbs.problem is not None:
         return
@@ -324,7 +353,7 @@ def _usability(machine: Machine, device: Device) -> Iterator[Finding]:
 
 
 def _port(machine: Machine, device: Device, port: Port) -> Finding:
-    """Return the error for a port that is not active, with the way to activate it."""
+    """Return the `Finding` of severity ERROR for a port that is not active, with commands or advice to activate it."""
     state = f"port {port.number} is {port.state or 'in an unknown state'} ({port.physical or 'unknown link state'})"
     if port.link_layer == "InfiniBand" and port.physical == "LinkUp":
         return _error(
@@ -342,7 +371,9 @@ def _port(machine: Machine, device: Device, port: Port) -> Finding:
 
 
 def _gid(device: Device, port: Port) -> Finding:
-    """Return the finding for an active Ethernet port without a routable GID."""
+    """Return the `Finding` for an active Ethernet port that has no routable GID. Its severity is ERROR if the port has
+    no GID at all, or if its GIDs need IPv6, which is disabled; otherwise WARNING.
+    """
     interface = port.netdev or "DEVICE"
     command = f"sudo ip address add 192.0.2.1/24 dev {interface}"
     hint = "use an address of your network; each address gives the port a GID"
@@ -370,5 +401,5 @@ def _gid(device: Device, port: Port) -> Finding:
 
 
 def _routable(gid: str) -> bool:
-    """Return whether a GID, in the kernel's notation, is not link-local."""
+    """Return True if ``gid``, in the kernel's notation, is not link-local; otherwise False."""
     return not gid.startswith("fe80")

@@ -23,10 +23,11 @@ _COLOURS = {Severity.ERROR: "red", Severity.WARNING: "yellow"}
 @json_option
 @click.pass_context
 def doctor(ctx: click.Context, device: str | None, as_json: bool) -> None:
-    """Show which RDMA devices are usable, why others are not, and the commands that fix them.
+    """Show which RDMA devices are usable, why the others are not, and which commands fix the problems.
 
-    The exit status is 0 if DEVICE is usable, 1 if it is unusable, 3 if it does not exist. Without DEVICE, the status is
-    0 if at least one RDMA device is usable, 1 if none is, and 3 if there is no RDMA device.
+    The exit status is 0 if DEVICE is usable, 1 if it is unusable, and 3 if it does not exist. Without DEVICE, the
+    status is 0 if at least one RDMA device is usable, 1 if none is, and 3 if there is no RDMA device. It is 4 if the
+    machine cannot be examined.
     """
     machine = inspect_machine()
     diagnosis = diagnose(machine)
@@ -40,10 +41,12 @@ def doctor(ctx: click.Context, device: str | None, as_json: bool) -> None:
 
 
 def status_of(diagnosis: Diagnosis, name: str | None = None) -> Status:
-    """Return the exit status for a device, or for all RDMA devices: OK if usable, NO if not, NOT_FOUND if there is
-    none.
+    """Return the exit status for one RDMA device, or for RDMA devices in general.
 
-    :param name: the device's name; None: OK if any RDMA device is usable.
+    :param diagnosis: the diagnosis of the machine.
+    :param name: name of the device; None for RDMA devices in general.
+    :returns: OK if the device is usable, NO if it is unusable, NOT_FOUND if it does not exist. If `name` is None: OK if
+        at least one RDMA device is usable, NO if all are unusable, NOT_FOUND if there is none.
     """
     if name is not None:
         if name in diagnosis.usable:
@@ -55,7 +58,10 @@ def status_of(diagnosis: Diagnosis, name: str | None = None) -> Status:
 
 
 def _to_json(machine: Machine, diagnosis: Diagnosis, status: Status) -> dict[str, Any]:
-    """Return the diagnosis and the machine's data as a dict for `print_json`."""
+    """Return a dict with the diagnosis and the machine's data, for `print_json`.
+
+    :param status: exit status of the command, which is part of the output.
+    """
     described = asdict(machine)
     del described["modules"], described["loadable"]  # hundreds, most unrelated to RDMA
     return {
@@ -70,7 +76,11 @@ def _to_json(machine: Machine, diagnosis: Diagnosis, status: Status) -> dict[str
 
 
 def as_text(machine: Machine, diagnosis: Diagnosis) -> Iterator[str]:
-    """Yield the lines of the report, with ANSI colours."""
+    """Yield the lines of the report, each a str with ANSI colour codes and without a line break.
+
+    :param machine: data about the machine.
+    :param diagnosis: the diagnosis of that machine.
+    """
     yield f"aioverbs {metadata.version('aioverbs')}, Python {platform.python_version()}, Linux {machine.kernel}"
     probe = machine.probe
     if probe.crash is None:
@@ -91,8 +101,8 @@ def as_text(machine: Machine, diagnosis: Diagnosis) -> Iterator[str]:
 
 
 def _library(name: str, library: Library) -> str:
-    """Return the name and version of a library, or path if the version is unknown; ``no NAME`` if it cannot be
-    loaded.
+    """Return the name and version of a library, such as ``libibverbs 50.0``. If the version is unknown, return the name
+    and path; if the library cannot be loaded, return ``no NAME``.
     """
     if library.problem is not None:
         return f"no {name}"
@@ -100,12 +110,15 @@ def _library(name: str, library: Library) -> str:
 
 
 def _verdict(usable: bool) -> str:
-    """Return the coloured word ``usable`` or ``unusable``."""
+    """Return the word ``usable`` or ``unusable`` with ANSI colour codes."""
     return click.style("usable", fg="green") if usable else click.style("unusable", fg="red")
 
 
 def _device(device: Device, usable: bool) -> Iterator[str]:
-    """Yield the lines about a device, its ports and their GIDs."""
+    """Yield the report's lines about an RDMA device, its ports and their GIDs.
+
+    :param usable: whether the diagnosis says that the device is usable.
+    """
     yield f"{click.style(device.name, bold=True)}  {_verdict(usable)}"
     for port in device.ports:
         suffix = f", {port.netdev}" if port.netdev is not None else ""
@@ -114,14 +127,17 @@ def _device(device: Device, usable: bool) -> Iterator[str]:
 
 
 def _findings(diagnosis: Diagnosis, subject: str, indent: str = "  ") -> Iterator[str]:
-    """Yield the lines of the findings about a subject, indented."""
+    """Yield the report's lines about those findings whose subject is ``subject``: a device name or ``"system"``.
+
+    :param indent: text before each line.
+    """
     for finding in diagnosis.findings:
         if finding.subject == subject:
             yield from (f"{indent}{line}" for line in _finding(finding))
 
 
 def _finding(finding: Finding) -> Iterator[str]:
-    """Yield the lines of a finding: message, commands and hint."""
+    """Yield the report's lines about a finding: its severity and message, its commands, and its hint if it has one."""
     yield f"{click.style(finding.severity.value, fg=_COLOURS[finding.severity], bold=True)}: {finding.message}"
     yield from (f"    {command}" for command in finding.commands)
     if finding.hint is not None:

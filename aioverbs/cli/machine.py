@@ -1,4 +1,4 @@
-"""Data about RDMA on a machine, read from its files and from a process that tests the libraries."""
+"""Data about RDMA on a machine, from its files and from a process that tests the libraries."""
 
 import json
 import os
@@ -46,13 +46,15 @@ class Gid:
 
 @dataclass(frozen=True)
 class Port:
-    """A port, as reported by the kernel.
+    """A port of an RDMA device, as reported by the kernel.
 
-    :param state: logical state, such as ``"ACTIVE"``.
-    :param physical: physical state, such as ``"LinkUp"``.
-    :param link_layer: ``"Ethernet"`` or ``"InfiniBand"``.
-    :param netdev: name of the port's network interface, if known.
-    :param ipv6: False if that interface has IPv6 disabled; True if enabled or unknown.
+    :param number: number of the port, from 1.
+    :param state: logical state, such as ``"ACTIVE"``; empty if unknown.
+    :param physical: physical state, such as ``"LinkUp"``; empty if unknown.
+    :param link_layer: ``"Ethernet"`` or ``"InfiniBand"``; empty if unknown.
+    :param netdev: name of the port's network interface; None if unknown.
+    :param gids: the GIDs of the port, without the empty entries of its GID table.
+    :param ipv6: False if IPv6 is disabled on that interface; True if it is enabled or this is unknown.
     """
 
     number: int
@@ -68,8 +70,10 @@ class Port:
 class Device:
     """An RDMA device, as reported by the kernel.
 
-    :param node: path of the device file; None if the kernel has none.
-    :param open_errno: errno of opening that file; 0: it can be opened, or there is none.
+    :param name: name of the device, such as ``"mlx5_0"``.
+    :param node: path of the device file; None if the kernel has none for this device.
+    :param open_errno: errno of opening that file; 0 if it can be opened, or if `node` is None.
+    :param ports: the ports, in the order of their numbers.
     """
 
     name: str
@@ -80,11 +84,11 @@ class Device:
 
 @dataclass(frozen=True)
 class Library:
-    """A library as the probe process found it.
+    """A library, as the probe process found it.
 
-    :param path: path of the loaded file; None: unknown.
-    :param version: its version; None: unknown.
-    :param problem: error message of loading it; None: it was loaded.
+    :param path: path of the loaded file; None if unknown.
+    :param version: version of the library; None if unknown.
+    :param problem: error message if the library cannot be loaded; None if it was loaded.
     """
 
     path: str | None = None
@@ -96,8 +100,8 @@ class Library:
 class Trial:
     """Result of creating a queue pair and registering memory on a device.
 
-    :param problem: message of the error; None: no error.
-    :param number: errno of the error; 0 if the error has none.
+    :param problem: error message; None if there was no error.
+    :param number: errno of the error; 0 if there was no error or it has no errno.
     """
 
     problem: str | None = None
@@ -106,14 +110,15 @@ class Trial:
 
 @dataclass(frozen=True)
 class Probe:
-    """Results of a separate process that tests the libraries. Made by `probe`.
+    """Results of a separate process that tests the libraries. Created by `probe`.
 
+    :param libibverbs: the library libibverbs.
+    :param librdmacm: the library librdmacm.
     :param listed: names of the devices for which libibverbs has a provider.
-    :param trials: results of using the devices, by name.
+    :param trials: results of using these devices, by name.
     :param warnings: lines that the libraries wrote to standard error.
-    :param crash: how the process ended, if not normally; None: normally. Of the other results, only the warnings are
-        then
-        known.
+    :param crash: None if the process ended normally; otherwise text that says how it ended. In this case, all other
+        results except `warnings` are unknown and have their default values.
     :param optimized: whether the compiled core was compiled with optimization.
     """
 
@@ -128,19 +133,22 @@ class Probe:
 
 @dataclass(frozen=True)
 class Machine:
-    """Data about a machine, input of a diagnosis. Made by `inspect_machine`.
+    """Data about a machine, the input of a diagnosis. Created by `inspect_machine`.
 
     :param kernel: release of the running kernel.
-    :param package_manager: command that installs packages, ``"apt-get"`` or ``"dnf"``; None: unknown distribution.
+    :param package_manager: command that installs packages, ``"apt-get"`` or ``"dnf"``; None if the distribution is
+        unknown.
     :param container: whether this is a container, with only the devices given to it.
-    :param memlock: limit of locked memory in bytes; None: unlimited.
-    :param modules: kernel modules that are loaded.
-    :param loadable: kernel modules that can be loaded; None: unknown.
-    :param hardware: kernel modules that drive the RDMA hardware on the PCI bus.
-    :param interfaces: network interfaces without the loopback interface.
-    :param rdma_cm: errno of opening /dev/infiniband/rdma_cm; 0: it can be opened.
-    :param providers: providers of libibverbs that are configured and can be loaded, such as ``"mlx5"``.
-    :param soft_problem: the error in the software device's environment variables; None: no error.
+    :param memlock: limit of locked memory in bytes; None if there is no limit or it is unknown.
+    :param modules: names of the kernel modules that are loaded.
+    :param loadable: names of the kernel modules that can be loaded or are built in; None if unknown.
+    :param hardware: names of the kernel modules that drive the RDMA hardware on the PCI bus.
+    :param interfaces: names of the network interfaces without the loopback interface.
+    :param devices: the kernel's RDMA devices, sorted by name.
+    :param rdma_cm: errno of opening /dev/infiniband/rdma_cm; 0 if it can be opened.
+    :param providers: names of the providers of libibverbs that are configured and can be loaded, such as ``"mlx5"``.
+    :param probe: results of the process that tests the libraries.
+    :param soft_problem: error message about the software device's environment variables; None if they are valid.
     """
 
     kernel: str
@@ -159,9 +167,12 @@ class Machine:
 
 
 def probe() -> Probe:
-    """Test the libraries in a separate process, since they may crash.
+    """Test the libraries in a separate process, because they may crash it.
 
-    :returns: the results. If the process fails or does not end within a minute, `Probe.crash` says so.
+    :returns: the results. If the process exits with a status other than 0, is killed by a signal or does not end within
+        a minute, `Probe.crash` says so, and the results about the libraries and devices are missing. Exceptions that
+        `parse_probe` raises propagate unchanged.
+    :raises OSError: the process cannot be started.
     """
     command = [sys.executable, "-P", "-m", "aioverbs.cli.probe"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # the same import path as here
@@ -176,13 +187,14 @@ def probe() -> Probe:
 
 
 def parse_probe(text: str, warnings: tuple[str, ...] = ()) -> Probe:
-    """Parse the output of the probe process.
+    """Parse the output of a probe process that ended normally.
 
     :param text: the process's standard output, a JSON object.
     :param warnings: lines of its standard error.
-    :returns: the results of a process that ended normally.
-    :raises ValueError: the text is not JSON.
+    :returns: the results; `Probe.crash` is None.
+    :raises ValueError: `text` is not JSON.
     :raises KeyError: a result is missing.
+    :raises TypeError: a result has the wrong type, or the result for a library or device has an unknown key.
     """
     found = json.loads(text)
     return Probe(
@@ -203,14 +215,16 @@ def inspect_machine(
     kernel: str | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> Machine:
-    """Collect the data about a machine. Unreadable files count as empty ones.
+    """Collect the data about a machine. A file that cannot be read is treated as empty. Exceptions that `try_open` or
+    `probe` raises propagate unchanged.
 
     :param root: root directory of the machine's file system.
-    :param try_open: function that tries to open a device file; returns the errno, 0 if it can be opened.
-    :param probe: function that tests the libraries; returns the results.
-    :param kernel: release of the kernel; None: that of the running kernel.
-    :param environment: environment variables of the process.
-    :returns: the data, input of a diagnosis.
+    :param try_open: function that tries to open a device file and returns the errno, or 0 if the file can be opened.
+    :param probe: function that tests the libraries and returns the results.
+    :param kernel: release of the kernel; None for the release of the running kernel.
+    :param environment: environment variables in which to look for settings of the software device.
+    :returns: the data, the input of a diagnosis.
+    :raises OSError: a folder exists but cannot be listed.
     """
     release = platform.release() if kernel is None else kernel
     found = probe()
@@ -234,7 +248,7 @@ def inspect_machine(
 
 
 def _soft_problem(environment: Mapping[str, str]) -> str | None:
-    """Return the error message for the software device's environment variables; None if they are valid."""
+    """Return the error message about the environment variables of the software device; None if they are valid."""
     try:
         SoftSettings.read(environment, os.geteuid())
     except ValueError as error:
@@ -243,12 +257,17 @@ def _soft_problem(environment: Mapping[str, str]) -> str | None:
 
 
 def _names(folder: Path) -> list[str]:
-    """Return the sorted names of a folder's entries; an empty list if there is no such folder."""
+    """Return the sorted names of a folder's entries; an empty list if there is no such folder.
+
+    :raises OSError: the folder exists but cannot be listed.
+    """
     return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 
 def _text(path: Path) -> str:
-    """Return the text of a kernel attribute; "" if reading fails, as it does for an empty GID entry."""
+    """Return the text of a file, such as a kernel attribute, without the white space around it. If the file cannot be
+    read, as is the case for an empty GID entry, return an empty string.
+    """
     try:
         return path.read_text().strip()
     except OSError:
@@ -256,21 +275,25 @@ def _text(path: Path) -> str:
 
 
 def _package_manager(root: Path) -> str | None:
-    """Return the command that installs packages of the distribution, or of one that it is like; None: unknown."""
+    """Return the package manager of the machine's distribution, or of a distribution that it is derived from:
+    ``"apt-get"`` or ``"dnf"``; None if unknown.
+    """
     fields = dict(line.split("=", 1) for line in _text(root / "etc/os-release").splitlines() if "=" in line)
     names = " ".join(fields.get(name, "").strip("\"'") for name in ("ID", "ID_LIKE")).split()
     return next((_PACKAGE_MANAGERS[name] for name in names if name in _PACKAGE_MANAGERS), None)
 
 
 def _is_container(root: Path) -> bool:
-    """Return whether files or the first process's environment mark this machine as a container."""
+    """Return whether this machine is a container, judging by marker files and the environment of process 1."""
     marks = ("run/.containerenv", ".dockerenv")
     environment = _text(root / "proc/1/environ").split("\0")
     return any((root / mark).exists() for mark in marks) or any(item.startswith("container=") for item in environment)
 
 
 def _memlock(root: Path) -> int | None:
-    """Return the limit of locked memory in bytes; None: unlimited or unknown."""
+    """Return this process's limit of locked memory in bytes; None if there is no limit, if the limit does not apply to
+    this process, or if it is unknown.
+    """
     for line in _text(root / "proc/self/status").splitlines():
         if line.startswith("CapEff:") and int(line.split()[1], 16) >> _CAP_IPC_LOCK & 1:
             return None  # CAP_IPC_LOCK lifts the limit
@@ -279,9 +302,9 @@ def _memlock(root: Path) -> int | None:
 
 
 def _loadable(folder: Path) -> frozenset[str] | None:
-    """Return the names of the kernel modules that can be loaded or are built in; None: unknown.
+    """Return the names of the kernel modules that can be loaded or are built in; None if unknown.
 
-    :param folder: folder of the running kernel's modules.
+    :param folder: folder with the running kernel's modules.
     """
     listed = [_text(folder / name) for name in ("modules.dep", "modules.builtin")]
     if not any(listed):
@@ -291,7 +314,8 @@ def _loadable(folder: Path) -> frozenset[str] | None:
 
 
 def _hardware(folder: Path) -> Iterator[str]:
-    """Yield the kernel module of each RDMA device on the PCI bus, one for each function of a device.
+    """Yield the name of a kernel module for each PCI function that is known RDMA hardware. A device can have several
+    functions, so that a name may occur several times.
 
     :param folder: folder of the PCI devices in sysfs.
     """
@@ -304,7 +328,10 @@ def _hardware(folder: Path) -> Iterator[str]:
 
 
 def _devices(root: Path, try_open: Callable[[Path], int]) -> Iterator[Device]:
-    """Yield the RDMA devices of the kernel, sorted by name."""
+    """Yield a `Device` for each RDMA device that the kernel knows, sorted by name.
+
+    :param try_open: function that returns the errno of opening a device file, or 0 if the file can be opened.
+    """
     nodes = device_nodes(root)
     folder = root / "sys/class/infiniband"
     for name in _names(folder):
@@ -317,9 +344,11 @@ def _devices(root: Path, try_open: Callable[[Path], int]) -> Iterator[Device]:
 
 
 def _port(root: Path, device: Path, number: int) -> Port:
-    """Read a port of a device.
+    """Return a `Port` with what the kernel reports about a port of a device.
 
+    :param root: root directory of the file system.
     :param device: the device's folder in sysfs.
+    :param number: number of the port.
     """
     port = device / "ports" / str(number)
     indices = sorted(map(int, _names(port / "gids")))
@@ -344,7 +373,9 @@ def _port(root: Path, device: Path, number: int) -> Port:
 
 
 def _has_ipv6(root: Path, interface: str) -> bool:
-    """Return whether IPv6 is enabled on a network interface; True if that is unknown."""
+    """Return whether IPv6 is enabled on a network interface; True also if the interface is not visible here, so that
+    this is unknown.
+    """
     if not (root / "sys/class/net" / interface).exists():  # in another network namespace: unknown
         return True
     return _text(root / "proc/sys/net/ipv6/conf" / interface / "disable_ipv6") == "0"

@@ -25,7 +25,12 @@ Exit status:
 
 
 class _Commands(click.Group):
-    """Group that imports commands by name, and prints their errors. With ``--traceback``, errors are raised instead."""
+    """Group that imports a command's module when click looks up the command.
+
+    If the command raises an `Exception` or KeyboardInterrupt, `report_error` prints that, and the process exits with
+    the status that `report_error` returns. With ``--traceback``, the exception propagates unchanged. Click's own
+    exceptions and BrokenPipeError always do so, because click handles them.
+    """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(COMMANDS)

@@ -1,4 +1,4 @@
-"""Probe process of `aioverbs doctor`: uses the libraries of RDMA devices, and prints the results as JSON.
+"""Probe process of `aioverbs doctor`: uses the libraries of RDMA devices and prints the results as JSON.
 
 The probe is a separate process because a library that does not match the others can crash its process.
 """
@@ -22,9 +22,10 @@ _MEMORY = 64 << 10
 
 
 def _library(name: str) -> dict[str, str | None]:
-    """Load a library.
+    """Load the library with the file name ``name``, such as ``"libibverbs.so.1"``.
 
-    :returns: ``problem`` if that fails; else ``path`` and ``version``, None where unknown.
+    :returns: a dict with the keys ``path`` and ``version``, whose values are None if unknown. If the library cannot be
+        loaded, the dict has only the key ``problem``, with the loader's error message.
     """
     try:
         ctypes.CDLL(name)
@@ -38,9 +39,11 @@ def _library(name: str) -> dict[str, str | None]:
 
 
 async def _use(name: str) -> None:
-    """Create and close the resources that every program needs.
+    """Open the device ``name``, create the resources that every program needs (memory region, completion queue, queue
+    pair) and close them.
 
-    :raises VerbsError: one of them cannot be created.
+    :raises DeviceNotFoundError: there is no device with that name.
+    :raises VerbsError: the device cannot be opened, or one of the resources cannot be created or closed.
     """
     async with (
         open_device(name) as device,
@@ -53,8 +56,10 @@ async def _use(name: str) -> None:
 
 
 def _try(name: str) -> dict[str, str | int]:
-    """Use a device as every program does; return ``problem`` and ``number`` (errno or 0) of an error, or an empty
-    dict.
+    """Test whether the device ``name`` can be used.
+
+    :returns: an empty dict if it can. If `_use` raises any `Exception`, a dict with the keys ``problem``, its message,
+        and ``number``, its errno, or 0 if it has none.
     """
     try:
         asyncio.run(_use(name))
@@ -64,8 +69,12 @@ def _try(name: str) -> dict[str, str | int]:
 
 
 def main() -> None:
-    """Test the libraries and devices, and print the results as a JSON object."""
-    logging.getLogger("aioverbs").setLevel(logging.ERROR)  # warnings about emulated domains are no result
+    """Test the libraries and the devices, then print the results as one JSON object on standard output.
+
+    :raises VerbsError: libibverbs cannot list the devices; nothing is printed.
+    :raises OSError: standard output cannot be written.
+    """
+    logging.getLogger("aioverbs").setLevel(logging.ERROR)  # warnings about emulated domains are not a result
     libraries = {name: _library(f"{name}.so.1") for name in ("libibverbs", "librdmacm")}
     listed: list[str] = []
     if "problem" not in libraries["libibverbs"]:

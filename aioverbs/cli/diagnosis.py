@@ -207,7 +207,9 @@ def _limits(machine: Machine) -> Iterator[Finding]:
         message = f"{limit}, less than the test of {', '.join(over_limit)} registers"
         yield _error("memlock", "system", message, *commands, hint=hint)
     elif machine.devices and machine.memlock < _ENOUGH_MEMLOCK:
-        message = f"{limit}: registering {'more fails with ENOMEM' if machine.memlock else 'any fails with EPERM'}"
+        message = (
+            f"{limit}: registering {'more fails with ENOMEM' if machine.memlock else 'any memory fails with EPERM'}"
+        )
         yield _warning("memlock", "system", message, *commands, hint=hint)
 
 
@@ -349,7 +351,7 @@ def _usability(machine: Machine, device: Device) -> Iterator[Finding]:
     trial = probe.trials.get(device.name)
     if trial is None or trial.problem is None or _beyond_limit(machine, trial):
         return
-    yield _error("use", device.name, f"the device was opened, but a test of its use failed: {trial.problem}")
+    yield _error("use", device.name, f"the device file can be opened, but a test of the device failed: {trial.problem}")
 
 
 def _port(machine: Machine, device: Device, port: Port) -> Finding:
@@ -359,7 +361,7 @@ def _port(machine: Machine, device: Device, port: Port) -> Finding:
         return _error(
             "port",
             device.name,
-            f"{state}: the port waits for a subnet manager",
+            f"{state}: the port is waiting for a subnet manager",
             *_install(machine, "opensm"),
             hint="an InfiniBand subnet needs one subnet manager, on a switch or on one of the machines",
         )

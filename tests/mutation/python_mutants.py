@@ -3,7 +3,7 @@
 import errno
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import islice, takewhile
 
 import parso
 from parso.tree import BaseNode, Leaf, NodeOrLeaf
@@ -29,7 +29,7 @@ _CAST = re.compile(r"<\s*(const )?[\w. ]+[\s*]*\??>")
 _DEFINITION = re.compile(r"(?P<indent> *)(?:async def|def|class|cp?def\b.*?)\s*\b(?P<name>\w+)\s*[(:\[]")
 _ENDS = re.compile(r"(raise|return|continue|break)\b")
 _ERRNO = set(errno.errorcode.values())
-_NOT_MUTATED = ("cdef ", "ctypedef ", "assert ")  # beginnings of lines
+_NOT_MUTATED = ("cdef ", "ctypedef ", "assert ", "from ")  # beginnings of lines
 
 
 class _Source:
@@ -124,7 +124,8 @@ def _head(source: _Source, leaf: Leaf, following: Iterable[Leaf]) -> Iterator[tu
     begin, end = source.offset(first.start_pos), source.offset(last.end_pos)
     head = source.text(first, last)
     if leaf.value == "except":
-        yield "handler removed", (Replacement(begin, end, b"()"),)
+        kinds = list(takewhile(lambda each: each.value != "as", leaves))
+        yield "handler removed", (source.replace(first, "tuple()", kinds[-1]),)  # Cython's `except ()` handles all
     elif leaf.value == "with" and re.fullmatch(r"[\w.]*lock[\w.()]*", head):
         yield "lock removed", (source.replace(leaf, "if True", last),)
     elif leaf.value in ("if", "elif", "while"):

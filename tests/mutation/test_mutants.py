@@ -40,12 +40,14 @@ PYTHON = textwrap.dedent("""
                 with self._lock:
                     self.used = most
                     self._changed.notify()
-            except ValueError:
+            except ValueError as error:
                 await self.aclose()
             return each in self.places[0]
 """).encode()
 
 CYTHON = textwrap.dedent("""
+    from libc.errno cimport EBUSY
+
     cdef class Thing:
         cdef int used
 
@@ -123,7 +125,7 @@ def test_faults_in_python() -> None:
         ("lock removed", "if True:"),
         ("state not set", "pass"),
         ("missing wake-up", "pass"),
-        ("handler removed", "except ():"),
+        ("handler removed", "except tuple() as error:"),
         ("missing free", "pass"),
         ("comparison flipped", "return each not in self.places[0]"),
         ("off by one", "return each in self.places[1]"),

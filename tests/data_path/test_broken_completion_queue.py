@@ -13,6 +13,7 @@ from aioverbs import (
     BufferPool,
     CompletionQueue,
     Device,
+    DeviceRemovedError,
     QpState,
     QueuePair,
     WorkCompletionError,
@@ -106,6 +107,17 @@ async def test_memory_is_unpinned_when_the_device_is_lost_as_well(device: Device
         assert not near.closed
 
 
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENODEV], ids=errno.errorcode.get)
+@needs(Capability.FAULT_PLAN)
+async def test_memory_is_unpinned_whichever_error_the_lost_device_reports(device: Device, number: int) -> None:
+    async with unresettable(device, errno.EIO) as (near, pool):
+        assert pool.statistics().under_dma == 1
+        device.faults.fail("modify_qp", number, times=1)
+        assert near._send_cq is not None
+        near._send_cq._cq_dispatcher.broke(DeviceRemovedError("removed"), gone=True)
+        assert pool.statistics().under_dma == 0
+
+
 @needs(Capability.FAULT_PLAN)
 @pytest.mark.every_way
 async def test_shared_receives_stay_pinned_while_a_queue_pair_cannot_be_reset(
@@ -176,6 +188,26 @@ async def test_shared_receives_go_on_with_another_queue_pair(device: Device) -> 
 
 
 @needs(Capability.FAULT_PLAN)
+async def test_a_closed_queue_pair_does_not_keep_shared_receives_pinned(device: Device) -> None:
+    async with (
+        device.resource_domain() as domain,
+        domain.buffer_pool(SIZE, 1) as pool,
+        domain.completion_queue(64) as sends,
+        domain.completion_queue(64) as receives,
+        domain.shared_receive_queue(4) as srq,
+        domain.queue_pair(sends, receives, srq=srq),
+    ):
+        async with domain.queue_pair(sends, receives, srq=srq) as closed:
+            closed.connect(closed.local_endpoint())
+        async with pool.lease() as leased:
+            receive = srq.receive(leased)
+            device.faults.break_completion_queue(receives.handle)
+            with pytest.raises(BrokenResourceError, match=r"is broken: .*EIO"):
+                await receive
+        assert pool.statistics().under_dma == 0
+
+
+@needs(Capability.FAULT_PLAN)
 @pytest.mark.every_way
 async def test_receives_for_xrc_stay_pinned_until_their_queue_is_closed(device: Device) -> None:
     """Queue pairs of other processes, which cannot be reset from here, may take these receives."""
@@ -218,7 +250,7 @@ async def test_a_queue_pair_of_another_loop_is_reset_by_that_loop(device: Device
         qp.connect(qp.local_endpoint(), access)
         receive = qp.receive(region)
         device.faults.break_completion_queue(cq.handle)
+        await until(lambda: qp.query().qp_state is QpState.RESET)  # without an await that would poll
         with pytest.raises(BrokenResourceError):
             await receive
-        await until(lambda: qp.query().qp_state is QpState.RESET)
         assert len(region.pins) == 0

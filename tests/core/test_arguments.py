@@ -127,6 +127,8 @@ METHODS: dict[str, tuple[Call, type[Exception], str]] = {
     "port 256": (lambda o: o.context.query_port(256), ValueError, "from 0 to 255, got 256"),
     "port -1": (lambda o: o.context.query_gid(-1), ValueError, "from 0 to 255, got -1"),
     "missing port": (lambda o: o.context.query_port(2), VerbsError, "ibv_query_port failed: EINVAL"),
+    "missing GID": (lambda o: o.context.query_gid(1, 1000), VerbsError, "ibv_query_gid failed: EINVAL"),
+    "missing partition key": (lambda o: o.context.query_pkey(1, 1), VerbsError, "ibv_query_pkey failed: EINVAL"),
     "missing slot": (lambda o: o.context.table_slot("alloc_td"), ValueError, "not in the table"),
     "notify without channel": (lambda o: o.queue_without_a_channel.request_notify(), VerbsError, "EINVAL"),
     "ack of none": (lambda o: o.queue.ack_events(), ValueError, "has 0 unacknowledged events, got a `count` of 1"),

@@ -142,6 +142,7 @@ def test_huge_pages(page_bytes: int, name: str) -> None:
     ("default", "page_bytes", "where", "boot_size"),
     [
         (2 * MIB, 2 * MIB, "/proc/sys/vm/nr_hugepages", "2M"),
+        (2 * MIB, MIB, "/sys/kernel/mm/hugepages/hugepages-1024kB/nr_hugepages", "1M"),  # s390x
         (2 * MIB, GIB, "/sys/kernel/mm/hugepages/hugepages-1048576kB/nr_hugepages", "1024M"),
         (512 * MIB, 2 * MIB, "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages", "2M"),  # arm64, 64 KiB pages
         (2 * MIB, 64 * KIB, "/sys/kernel/mm/hugepages/hugepages-64kB/nr_hugepages", "64K"),  # arm64, 4 KiB pages

@@ -284,6 +284,8 @@ def test_a_region_longer_than_local_memory(length: int) -> None:
     if length > sys.maxsize:
         with pytest.raises(OverflowError):
             len(region)
+    else:
+        assert len(region) == length
     assert region
     assert RemoteRegion.from_bytes(bytes(region)) == region[:] == region[0:length] == region
     assert hash(region[:length]) == hash(region)

@@ -253,9 +253,7 @@ cdef class EventChannel(Handle):
         cdef rdma_conn_param *conn = &event.param.conn
         taken.event_type = <int>event.event
         taken.status = event.status
-        taken.private_data = b""
-        if conn.private_data and conn.private_data_len:
-            taken.private_data = (<const char *>conn.private_data)[:conn.private_data_len]
+        taken.private_data = (<const char *>conn.private_data)[:conn.private_data_len]
         if event.event == RDMA_CM_EVENT_CONNECT_REQUEST:
             taken.listener = self._identifiers.get(<uintptr_t>event.listen_id)
             taken.identifier = Identifier.__new__(Identifier)

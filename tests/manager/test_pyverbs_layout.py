@@ -1,5 +1,6 @@
-"""A pyverbs whose objects have another memory layout is refused before any memory is read."""
+"""The pointer of a pyverbs context is found; another memory layout is refused before any memory is read."""
 
+import ctypes
 import sys
 import types
 from typing import Any
@@ -7,7 +8,32 @@ from typing import Any
 import pytest
 
 from aioverbs import Device, ResourceState
+from aioverbs._core.handles import pyverbs_bridge
+from tests.core.contexts import opened
 from tests.manager.pyverbs_objects import laid_out
+
+
+def test_the_bridge_finds_the_context_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Context(laid_out(4)):  # type: ignore[misc]
+        __slots__ = ("name",)
+
+    pyverbs_device: Any = types.ModuleType("pyverbs.device")
+    pyverbs_device.Context = Context
+    monkeypatch.setitem(sys.modules, "pyverbs.device", pyverbs_device)
+    place_of = ctypes.pythonapi.PyCapsule_GetPointer
+    place_of.restype, place_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    with opened("inline") as context:
+        theirs = Context()
+        theirs.name, theirs.pointer = context.name, context.verbs_pointer
+        place = place_of(pyverbs_bridge.context_capsule(theirs), b"ibv_context *")
+        assert ctypes.c_void_p.from_address(place).value == context.verbs_pointer
+        theirs.name = b"mlx5_0"
+        with pytest.raises(RuntimeError, match="does not point to the context of its device"):
+            pyverbs_bridge.context_capsule(theirs)
+        theirs.pointer = 0
+        assert ctypes.c_void_p.from_address(place).value is None
+        with pytest.raises(ValueError, match="the pyverbs context is closed"):
+            pyverbs_bridge.context_capsule(theirs)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """Reports of the software device on its peers and on refused peers."""
 
 import asyncio
+import dataclasses
+import errno
 import itertools
 import logging
 import os
@@ -9,11 +11,12 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime, timedelta
+from ipaddress import IPv6Address
 from pathlib import Path
 
 import pytest
 
-from aioverbs import Device, VerbsError, open_device
+from aioverbs import ConcurrentAccessError, Device, VerbsError, open_device
 from aioverbs._providers import peer_log
 from tests.listening import own_address
 from tests.pace import patience
@@ -201,6 +204,31 @@ async def test_a_directory_writable_by_others(directory: Path, port: int) -> Non
     os.chmod(directory, 0o777)
     with pytest.raises(VerbsError, match=r"is writable by other users: chmod 0700 it"):
         await open_device(f"soft0@{own_address()}:{port}").open()
+    os.chmod(directory, 0o700)
+
+
+async def test_connecting_reports_why_the_device_cannot_listen(directory: Path) -> None:
+    """A device without an address listens when a queue pair is connected to another device."""
+    os.chmod(directory, 0o777)
+    why = "is writable by other users"
+    async with (
+        open_device("soft0") as device,
+        device.resource_domain() as domain,
+        domain.completion_queue(64) as cq,
+        domain.queue_pair(cq) as qp,
+    ):
+        elsewhere = dataclasses.replace(qp.local_endpoint(), gid=IPv6Address("::ffff:192.0.2.1").packed)
+        qp.to_init()
+        with pytest.raises(VerbsError, match=rf"ibv_modify_qp failed: EACCES.*{why}"):
+            qp.to_rtr(elsewhere)
+        # These errors have other causes.
+        device.faults.fail("modify_qp", errno.EINVAL)
+        with pytest.raises(VerbsError, match="ibv_modify_qp failed: EINVAL") as invalid:
+            qp.to_rtr(elsewhere)
+        assert why not in str(invalid.value)
+        device.faults.fail("modify_qp", errno.EBUSY)
+        with pytest.raises(ConcurrentAccessError):
+            qp.to_rtr(elsewhere)
     os.chmod(directory, 0o700)
 
 

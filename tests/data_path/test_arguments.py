@@ -209,6 +209,16 @@ async def test_invalid_windows_are_not_bound(device: Device) -> None:
                 _ = pair.near.bind_window(window, pair.source, 1.5)  # type: ignore[arg-type]
         with pytest.raises(ClosedResourceError):
             _ = pair.near.bind_window(window, pair.source, AccessFlags.REMOTE_READ)
+        async with (
+            open_device(device.name) as another,
+            another.resource_domain() as domain,
+            domain.register(64, ACCESS) as elsewhere,
+            domain.memory_window(MwType.TYPE_2) as window,
+        ):
+            for region in (pair.source, elsewhere):
+                with pytest.raises(ValueError, match="belongs to a different context than"):
+                    _ = pair.near.bind_window(window, region, AccessFlags.REMOTE_READ)
+            assert len(elsewhere.pins) == 0
         assert pair.is_idle()
         assert pair.near.statistics().sends.posted == 0
 

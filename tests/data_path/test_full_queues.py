@@ -7,7 +7,16 @@ from collections.abc import Callable
 import anyio
 import pytest
 
-from aioverbs import AccessFlags, Device, MessageModel, MwType, QpCapabilities, WcStatus, WorkCompletionError
+from aioverbs import (
+    AccessFlags,
+    ClosedResourceError,
+    Device,
+    MessageModel,
+    MwType,
+    QpCapabilities,
+    WcStatus,
+    WorkCompletionError,
+)
 from tests.data_path.ends import Ends, ends
 from tests.holding import hold, unhold
 
@@ -76,6 +85,21 @@ async def test_nowait_windows_receives_and_batches_raise_when_full(device: Devic
         await asyncio.gather(first, second, *rest)
         await batch.post_nowait()
         assert len(pair.source.pins) == 0
+
+
+async def test_a_bind_fails_if_its_window_is_closed_while_it_waits(device: Device) -> None:
+    async with ends(device, capabilities=FEW) as pair:
+        async with pair.domain.memory_window(MwType.TYPE_2) as window:
+            hold(device, pair.near)
+            writes = [pair.near.write(pair.source[:8], pair.target.remote()[:8]) for _ in range(4)]
+            bind = pair.near.bind_window(window, pair.source[:8], AccessFlags.REMOTE_READ)
+            writes.append(pair.near.write(pair.source[:8], pair.target.remote()[:8]))
+        unhold(device, pair.near)
+        with pytest.raises(ClosedResourceError):
+            await bind
+        for write in writes:
+            await write
+        assert pair.is_idle()
 
 
 @every_model

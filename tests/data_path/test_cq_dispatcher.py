@@ -1,6 +1,7 @@
 """Waiters are woken and counters stay right, whatever happens between a request and its completion."""
 
 import asyncio
+import ctypes
 import errno
 import threading
 from collections.abc import AsyncIterator
@@ -10,6 +11,7 @@ import pytest
 
 from aioverbs import (
     AccessFlags,
+    LibraryNotFoundError,
     MessageModel,
     Operation,
     QpCapabilities,
@@ -18,9 +20,13 @@ from aioverbs import (
     ThreadModel,
     VerbsError,
 )
+from aioverbs._core.data_path.data_path import CqDispatcher
+from aioverbs._core.handles import handles
+from aioverbs._core.software import software
 from aioverbs._memory.region import RegionSlice, WaitableInFlightCount
 from aioverbs._verbs.completion_queue import CompletionQueue
 from aioverbs._verbs.device import Device, open_device
+from tests.core.contexts import opened
 from tests.data_path.turns import TURNS, polled_turns
 from tests.pace import patience
 from tests.waiting import until
@@ -230,3 +236,37 @@ async def test_requests_posted_while_a_batch_completes_find_free_slots(device: D
         assert [each.result() for each in added] == [0, 1, 2]
         assert [await each for each in posted] == [3, 4, 5, 6]
         assert cq.statistics().in_flight == len(memory.pins) == 0
+
+
+def adopted(context: software.Context) -> handles.Context:
+    """Return another handle of a context, as if it were of an RDMA device; it can create completion queues."""
+    new_capsule = ctypes.pythonapi.PyCapsule_New
+    new_capsule.restype, new_capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    pointer = ctypes.c_void_p(context.verbs_pointer)
+    try:
+        other = handles.Context.adopt(new_capsule(ctypes.addressof(pointer), b"ibv_context *", None), pointer)
+    except LibraryNotFoundError:
+        pytest.skip("there is no libibverbs")
+    for verb in ("create_cq", "destroy_cq"):
+        slot, known = (ctypes.c_void_p.from_address(each.table_slot(verb)) for each in (other, context))
+        slot.value = known.value
+    return other
+
+
+async def test_a_failed_poll_has_the_errno_of_the_software_device_or_eio() -> None:
+    """RDMA devices return a negative number that is no errno."""
+    errors = []
+    with opened("inline") as context:
+        other = adopted(context)
+        for owner in (context, other):
+            cq = handles.CompletionQueue(owner, 4)
+            dispatcher = CqDispatcher(cq, asyncio.get_running_loop(), handles.Affinity.of_running_loop(), 0, 0)
+            context.faults.fail("poll_cq", errno.ENOMEM)
+            dispatcher.drain()
+            errors.append(dispatcher.error)
+            cq.destroy()
+        other.destroy()
+    assert [str(error).partition(" (")[0] for error in errors] == [
+        "ibv_poll_cq failed: ENOMEM",
+        "ibv_poll_cq failed: EIO",
+    ]

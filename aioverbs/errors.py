@@ -197,12 +197,14 @@ class HandshakeError(ConnectionRefusedError):
     :param reason: number of an `aioverbs._connection.handshake.Reason`.
     :param text: details of the refusal; may be empty.
     :param by_peer: True if the peer refused this end, False if this end refused the peer.
+    :param confidential: True if the peer must not learn `text`, only the reason.
     """
 
-    def __init__(self, reason: int, text: str = "", *, by_peer: bool = False) -> None:
+    def __init__(self, reason: int, text: str = "", *, by_peer: bool = False, confidential: bool = False) -> None:
         self.reason = int(reason)
         self.text = text
         self.by_peer = by_peer
+        self.confidential = confidential
         super().__init__(_errno.ECONNREFUSED, str(self))
 
     def __str__(self) -> str:
@@ -211,7 +213,7 @@ class HandshakeError(ConnectionRefusedError):
         return f"{refusal}: {why}{f' ({self.text})' if self.text else ''}"
 
     def __reduce__(self) -> tuple[type["HandshakeError"], tuple[int, str], dict[str, bool]]:
-        return type(self), (self.reason, self.text), {"by_peer": self.by_peer}
+        return type(self), (self.reason, self.text), {"by_peer": self.by_peer, "confidential": self.confidential}
 
 
 class GrantRevokedError(PermissionError):

@@ -403,7 +403,7 @@ class Handshake:
             raise _protocol_error(f"the peer used version {version} after both ends agreed on {self.version}")
         signed, role = body[: len(body) - len(proof)], _ROLES[not self._initiator]
         if self._proofs is not None and not self._proofs.check(proof, role, self._transcript, signed):
-            raise HandshakeError(Reason.SECRET, "the peer has another secret")
+            raise HandshakeError(Reason.SECRET, "the peer has another secret", confidential=True)
         self._transcript += data
         return offer
 
@@ -443,7 +443,6 @@ class Handshake:
 def encode_reject(error: HandshakeError) -> bytes:
     """Return the encoded REJECT message of an end that refuses its peer because of `error`.
 
-    If the secrets differ, the message contains no text: the peer learns only the reason.
+    If the error is confidential, the message contains no text: the peer learns only the reason.
     """
-    text = "" if error.reason == Reason.SECRET and "another" in error.text else error.text
-    return Reject(error.reason, text).pack()
+    return Reject(error.reason, "" if error.confidential else error.text).pack()

@@ -1,5 +1,6 @@
 """The handshake without a network: order of messages, invalid values, flipped bits."""
 
+import pickle
 import random
 import struct
 from collections.abc import Callable
@@ -77,6 +78,13 @@ def test_different_secrets_are_refused(near: bytes | None, far: bytes | None) ->
     assert told.reason == Reason.SECRET
     assert "one" not in told.text or "secret" in told.text
     assert (told.text == "") is (None not in (near, far))  # the reason says all that the peer may know
+
+
+@pytest.mark.parametrize("confidential", [False, True])
+def test_only_confidential_text_is_withheld(confidential: bool) -> None:
+    error = HandshakeError(Reason.SECRET, "another end has none", confidential=confidential)
+    told = Reject.parse_body(parse(encode_reject(pickle.loads(pickle.dumps(error))))[2])
+    assert told.text == ("" if confidential else error.text)
 
 
 def test_a_reflected_proof_is_refused() -> None:

@@ -194,7 +194,7 @@ async def resolve(host: str, port: int, context: handles.Context, gid: bytes) ->
     The wait for the address has no limit: the caller limits the time.
 
     :param host: address or name of the peer.
-    :param port: port number at which the peer listens, 0..65535.
+    :param port: port number at which the peer listens, 1..65535, which the caller has checked.
     :param context: context of the local device.
     :param gid: GID of the local device's port.
     :returns: a control channel whose identifier is resolved but not yet connected. The caller closes the channel.
@@ -205,7 +205,6 @@ async def resolve(host: str, port: int, context: handles.Context, gid: bytes) ->
     :raises BrokenResourceError: an unexpected event arrived, for example because the device was removed.
     :raises OSError: the name has no address.
     :raises TimeoutError: the kernel found no route within a minute.
-    :raises ValueError: `port` is out of range.
     """
     device = context.name
     shared_channel = SharedChannel()

@@ -21,6 +21,7 @@ from aioverbs._lifecycle.resource import suppress_warning
 from aioverbs._proofs import make_nonce
 from aioverbs._verbs.base_domain import Domain, check_caller
 from aioverbs._verbs.ports import check_port, gid_index
+from aioverbs.addresses import check_socket_port
 from aioverbs.errors import (
     BrokenResourceError,
     HandshakeError,
@@ -294,12 +295,12 @@ def connect(
     :raises ClosedResourceError: the domain is not open.
     :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
     :raises RuntimeError: no asyncio event loop is running; or, when entered, the result is already in a block.
-    :raises ValueError: `secret`, `transport` or the combination of `transport` and `ssl` is not valid. When awaited or
-        entered: the device does not have the port or GID of the settings or does not support their queue depths, the
-        device is a software device and `transport` is ``"rdmacm"``, or the domain cannot use ``spin_ns``.
-    :raises OverflowError: with TCP: `host` is an IP address, and `port` is not in 0..65535.
+    :raises ValueError: `port`, `secret`, `transport` or the combination of `transport` and `ssl` is not valid. When
+        awaited or entered: the device does not have the port or GID of the settings or does not support their queue
+        depths, the device is a software device and `transport` is ``"rdmacm"``, or the domain cannot use ``spin_ns``.
     """
     chosen = settings if settings is not None else ConnectionSettings()
+    check_socket_port(port, lowest=1)
     check_secret(secret)
     check_transport(transport, ssl)
     is_cm_only = transport == "rdmacm"

@@ -198,13 +198,12 @@ async def connect_tcp(
     """Connect to a TCP port, and perform the TLS handshake if there is a context. The caller limits the time.
 
     :param host: address or name of the peer.
-    :param port: port at which the peer listens.
+    :param port: port at which the peer listens, 1..65535, which the caller has checked.
     :param context: TLS context; None for no TLS.
     :param server_hostname: name in the peer's certificate; None for `host`.
     :returns: the connected control channel, to be closed by the caller.
     :raises OSError: the name has no address, nothing listens at the address, no file descriptor is left, or (as
         `ssl.SSLError`) the TLS handshake failed.
-    :raises OverflowError: `host` is an IP address, and `port` is not in 0..65535.
     """
     name = server_hostname if context is not None else None
     _, control = await running_loop().create_connection(

@@ -189,7 +189,8 @@ class Acceptor:
         """Start listening for peers and accepting them. On failure, nothing is left open.
 
         :param host: address or name to listen at; None for all addresses of this machine.
-        :param port: port to listen at; 0 for a free port, the same for all addresses.
+        :param port: port to listen at, 0..65535, which the caller has checked; 0 for a free port, the same for all
+            addresses.
         :param backlog: number of peers that the kernel queues for each address.
         :param transport: ``"tcp"`` for TCP only; ``"rdmacm"`` for rdma_cm only; ``"auto"`` for TCP, and for rdma_cm as
             well if the domain is on an RDMA device, there is no TLS, and rdma_cm works on this machine.
@@ -201,7 +202,7 @@ class Acceptor:
         :raises VerbsError: `transport` is ``"rdmacm"``, and rdma_cm does not work on this machine, or the address is in
             use or belongs to no RDMA device.
         :raises ValueError: `transport` is ``"rdmacm"`` and the domain is on a software device; or rdma_cm is used, and
-            `port` or `backlog` is out of range.
+            `backlog` is less than 1.
         :raises ClosedResourceError: the domain is not open.
         :raises RuntimeError: no asyncio event loop is running.
         """
@@ -227,7 +228,7 @@ class Acceptor:
         :raises LibraryNotFoundError: librdmacm is not installed.
         :raises VerbsError: rdma_cm is not available, or the address is in use or belongs to no RDMA device.
         :raises OSError: the name has no address.
-        :raises ValueError: `port` is not in 0..65535, or `backlog` is less than 1.
+        :raises ValueError: `backlog` is less than 1.
         """
         assert self._loop is not None
         channel = SharedChannel()

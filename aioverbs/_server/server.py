@@ -30,7 +30,7 @@ from aioverbs._server.accept import AcceptSettings, TlsContext, try_accept
 from aioverbs._server.acceptor import Acceptor, PendingPeer, ServerStatistics
 from aioverbs._server.handler import Handler, HandlerResult, Service, handle, handle_on_worker
 from aioverbs._verbs.base_domain import Domain, check_caller
-from aioverbs.addresses import Address, format_address
+from aioverbs.addresses import Address, check_socket_port, format_address
 from aioverbs.errors import BrokenResourceError, ClosedResourceError, WorkerDiedError
 
 __all__ = ["ConnectionListener", "Handler", "Server", "listen", "serve"]
@@ -46,11 +46,13 @@ class _AcceptorResource(anyio.abc.AsyncResource):
     :param listen_args: arguments of `Acceptor.open`.
     :param acceptor: the acceptor, which is not open yet.
     :param parent: domain or pool that the connections are created on.
+    :raises ValueError: the port of `listen_args` is not in 0..65535.
     """
 
     def __init__(
         self, listen_args: tuple[str | None, int, int, Transport, Domain | None], acceptor: Acceptor, parent: Resource
     ) -> None:
+        check_socket_port(listen_args[1])
         self._listen_args = listen_args
         self._domain = listen_args[-1]
         self._acceptor = acceptor
@@ -71,7 +73,7 @@ class _AcceptorResource(anyio.abc.AsyncResource):
         :raises OSError: the name has no address, an address is in use or does not belong to this machine, or no file
             descriptor is left.
         :raises ValueError: the transport is ``"rdmacm"`` and the domain is on a software device; or rdma_cm is used,
-            and the port or backlog is out of range.
+            and the backlog is less than 1.
         :raises LibraryNotFoundError: the transport is ``"rdmacm"`` and librdmacm is not installed.
         :raises VerbsError: the transport is ``"rdmacm"``, and rdma_cm does not work on this machine, or the address is
             in use or belongs to no RDMA device.
@@ -153,6 +155,7 @@ class ConnectionListener(_AcceptorResource):
     :param transport: ``"tcp"``, ``"rdmacm"`` or ``"auto"``.
     :param accept_settings: settings for accepted peers.
     :param backlog: number of peers that the kernel queues until they are accepted.
+    :raises ValueError: `port` is not in 0..65535.
     """
 
     def __init__(
@@ -180,7 +183,7 @@ class ConnectionListener(_AcceptorResource):
         :raises OSError: the name has no address, an address is in use or does not belong to this machine, or no file
             descriptor is left.
         :raises ValueError: the transport is ``"rdmacm"`` and the domain is on a software device; or rdma_cm is used,
-            and the port or backlog is out of range.
+            and the backlog is less than 1.
         :raises LibraryNotFoundError: the transport is ``"rdmacm"`` and librdmacm is not installed.
         :raises VerbsError: the transport is ``"rdmacm"``, and rdma_cm does not work on this machine, or the address is
             in use or belongs to no RDMA device.
@@ -386,7 +389,8 @@ class Server(_AcceptorResource):
     :param transport: ``"tcp"``, ``"rdmacm"`` or ``"auto"``.
     :param backlog: number of peers that the kernel queues until they are accepted.
     :param drain_timeout_s: time in seconds that handlers have to end when the server stops.
-    :raises ValueError: not exactly one of `domain` and `pool` is given, or arguments cannot be combined.
+    :raises ValueError: `port` is not in 0..65535, not exactly one of `domain` and `pool` is given, or arguments cannot
+        be combined.
     :raises pickle.PicklingError: the workers are processes, and the service cannot be pickled. `pickle` may raise other
         exceptions instead.
     """
@@ -435,7 +439,7 @@ class Server(_AcceptorResource):
         :raises OSError: the name has no address, an address is in use or does not belong to this machine, or no file
             descriptor is left.
         :raises ValueError: the transport is ``"rdmacm"`` and the domain is on a software device; or rdma_cm is used,
-            and the port or backlog is out of range.
+            and the backlog is less than 1.
         :raises LibraryNotFoundError: the transport is ``"rdmacm"`` and librdmacm is not installed.
         :raises VerbsError: the transport is ``"rdmacm"``, and rdma_cm does not work on this machine, or the address is
             in use or belongs to no RDMA device.

@@ -52,7 +52,7 @@ class Channel(EventChannel):
         :param port: port to listen on, 0..65535; 0 for any free port.
         :param backlog: number of connection requests that may wait to be accepted, 1 or more; the kernel rejects
             further ones.
-        :raises ValueError: `backlog` is less than 1.
+        :raises ValueError: `port` is not in 0..65535, or `backlog` is less than 1.
         """
         return Listener(self, host, port, backlog)
 

@@ -15,7 +15,7 @@ from aioverbs._verbs.qp_defaults import RETRIES
 from aioverbs._verbs.qp_modify import limits_for
 from aioverbs._verbs.qp_state_machine import QpAttrs
 from aioverbs._verbs.queue_pair import QueuePair
-from aioverbs.addresses import Address, format_address
+from aioverbs.addresses import Address, check_socket_port, format_address
 from aioverbs.errors import QueuePairStateError, UnreachableError, VerbsError
 from aioverbs.rdma_cm.events import CmEventType, EventChannel
 from aioverbs.rdma_cm.negotiation import check_queue_pair
@@ -39,13 +39,10 @@ async def look_up(host: str, port: int) -> Address:
     A numeric address is parsed; for a host name, the resolver is called in a thread.
 
     :param host: IPv4 address, IPv6 address or host name.
-    :param port: port, 0..65535.
+    :param port: port, 0..65535, which the caller has checked.
     :returns: the address, as a tuple that `socket.getaddrinfo` returned.
     :raises OSError: the name cannot be resolved.
-    :raises ValueError: the port is not in 0..65535.
     """
-    if not 0 <= port <= 0xFFFF:
-        raise ValueError(f"`port` must be from 0 to 65535, got {port}")
     try:  # a numeric address needs no resolver
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
     except socket.gaierror:
@@ -265,7 +262,7 @@ class Identifier(HandleResource[core.Identifier]):
         :raises UnreachableError: there is no route to the address, or no RDMA device for the route.
         :raises TimeoutError: the address or route was not resolved within `timeout_s`.
         :raises OSError: a host name cannot be resolved.
-        :raises ValueError: `port` is out of range.
+        :raises ValueError: `port` is out of range; nothing was done.
         :raises VerbsError: after a rejection, ``rdma_create_id`` is called again; it failed, and the identifier is
             unchanged. Or reading events from the channel failed.
         :raises QueuePairStateError: the identifier is already resolved or connected, or came from a listener; nothing
@@ -277,6 +274,7 @@ class Identifier(HandleResource[core.Identifier]):
         :raises ClosedResourceError: the identifier is not open, or was closed during the call.
         """
         state_machine = self._owned_state_machine("rdma_resolve_addr")
+        check_socket_port(port)
         state_machine.check("resolve", CmState.NEW)
         state_machine = self._restart(state_machine)
         async with state_machine.step("resolve", CmState.NEW, timeout_s):

@@ -9,7 +9,7 @@ from aioverbs._core.handles import rdma_cm as core
 from aioverbs._lifecycle.affinity import Affinity
 from aioverbs._lifecycle.lifecycle import Lifecycle
 from aioverbs._lifecycle.resource import HandleResource, lifecycle_of, open_part_now, suppress_warning
-from aioverbs.addresses import Address, format_address
+from aioverbs.addresses import Address, check_socket_port, format_address
 from aioverbs.errors import ClosedResourceError
 from aioverbs.rdma_cm.cm_id import Identifier, look_up
 from aioverbs.rdma_cm.events import CmEventType, EventChannel
@@ -137,6 +137,7 @@ class Listener(HandleResource[core.Identifier]):
     def __init__(self, channel: EventChannel, host: str | None, port: int, backlog: int) -> None:
         if backlog < 1:
             raise ValueError(f"`backlog` must be 1 or more, got {backlog}")
+        check_socket_port(port)
         super().__init__(channel)
         self._channel = channel
         self._host = host
@@ -157,8 +158,6 @@ class Listener(HandleResource[core.Identifier]):
         :raises OSError: the host name cannot be resolved.
         :raises VerbsError: with EADDRINUSE if the address is in use, with EADDRNOTAVAIL if this machine does not have
             it, with ENODEV if no RDMA device has it.
-        :raises ValueError: the port is not in 0..65535, and a host was given.
-        :raises OverflowError: the port is not in 0..65535, and no host was given.
         :raises ClosedResourceError: the channel is closed, or the listener was opened before.
         :raises AffinityError: another event loop owns the channel.
         """
@@ -171,7 +170,6 @@ class Listener(HandleResource[core.Identifier]):
 
         :raises VerbsError: with EADDRINUSE if the address is in use, with EADDRNOTAVAIL if this machine does not have
             it, with ENODEV if no RDMA device has it.
-        :raises OverflowError: the port is not in 0..65535.
         """
         self._handle = core.Identifier(self._channel.handle)
         self._lifecycle.hold(self._handle)

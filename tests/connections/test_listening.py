@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import functools
 import os
 import socket
 import ssl
@@ -22,10 +23,14 @@ from aioverbs import (
     connect,
     listen,
     open_device,
+    reconnect,
+    serve,
 )
+from aioverbs._connection.connect import Transport
 from aioverbs._connection.handshake import Handshake, Hello, MessageType, Offer, Reason, Reject, body_size, parse
 from tests.connections.certificates import contexts
 from tests.connections.ends import HOST, SMALL, pair
+from tests.connections.serving import echo
 from tests.pace import fewer, patience
 from tests.waiting import until
 
@@ -330,6 +335,19 @@ async def test_invalid_arguments(device: Device, wrong: dict[str, Any]) -> None:
         if "secret" in wrong:
             with pytest.raises(ValueError, match="secret"):
                 await connect(HOST, 1, domain=domain, **wrong)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "rdmacm"])
+@pytest.mark.parametrize("port", [-1, 65536])
+async def test_ports_out_of_range_are_refused(device: Device, port: int, transport: Transport) -> None:
+    async with device.resource_domain() as domain:
+        for make in (listen, functools.partial(serve, echo)):
+            with pytest.raises(ValueError, match=f"`port` must be from 0 to 65535, got {port}"):
+                make(HOST, port, domain=domain, transport=transport)
+        for each in (port, 0):
+            for begin in (connect, reconnect):
+                with pytest.raises(ValueError, match=f"`port` must be from 1 to 65535, got {each}"):
+                    begin(HOST, each, domain=domain, transport=transport)
 
 
 async def test_invalid_transports(device: Device, tmp_path: Path) -> None:

@@ -75,9 +75,6 @@ async def test_address_lookup() -> None:
     assert await look_up("10.77.0.1", 7174) == ("10.77.0.1", 7174)
     assert (await look_up("::1", 0))[:2] == ("::1", 0)
     assert (await look_up("localhost", 1))[1] == 1
-    for port in (-1, 65536):
-        with pytest.raises(ValueError, match="`port` must be from 0 to 65535"):
-            await look_up("10.77.0.1", port)
 
 
 def test_static_types() -> None:
@@ -90,6 +87,19 @@ def test_static_types() -> None:
 def test_invalid_backlog() -> None:
     with pytest.raises(ValueError, match="`backlog` must be 1 or more, got 0"):
         Channel().listener(backlog=0)
+
+
+@pytest.mark.parametrize("port", [-1, 65536])
+async def test_ports_out_of_range_are_refused(port: int) -> None:
+    """Nothing is changed: the identifier can still be resolved."""
+    with connection_manager():
+        async with Channel() as channel, channel.identifier() as identifier:
+            for host in (None, "10.77.0.1"):
+                with pytest.raises(ValueError, match=f"`port` must be from 0 to 65535, got {port}"):
+                    channel.listener(host, port)
+            for _ in range(2):
+                with pytest.raises(ValueError, match=f"`port` must be from 0 to 65535, got {port}"):
+                    await identifier.resolve("10.77.0.1", port)
 
 
 async def test_iterating_a_listener_refuses_other_loops() -> None:

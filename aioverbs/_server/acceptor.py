@@ -438,9 +438,8 @@ class Acceptor:
         """Call `on_peer` with a peer, and limit the time of the handshake.
 
         If the peer has not become a connection when this ends, the peer is counted as refused, with the reason that
-        `on_peer` returned, ``"TimeoutError"``, or ``"cancelled"`` if `on_peer` raised.
-
-        :raises Exception: whatever `on_peer` raises; the event loop logs it.
+        `on_peer` returned, ``"TimeoutError"``, ``"cancelled"``, or the name of the class of the exception that
+        `on_peer` raised. That exception is logged.
         """
         reason = "cancelled"
         try:
@@ -449,6 +448,9 @@ class Acceptor:
                 reason = await self._on_peer(pending)
         except TimeoutError:
             reason = "TimeoutError"
+        except Exception as error:
+            reason = type(error).__name__
+            logger.exception("the connection with %s could not be handled", pending.peer)
         finally:
             pending.refuse(reason)
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import errno
 import functools
+import logging
 import os
 import socket
 import ssl
@@ -29,7 +30,7 @@ from aioverbs import (
 from aioverbs._connection.connect import Transport
 from aioverbs._connection.handshake import Handshake, Hello, MessageType, Offer, Reason, Reject, body_size, parse
 from tests.connections.certificates import contexts
-from tests.connections.ends import HOST, SMALL, pair
+from tests.connections.ends import HOST, SMALL, deeper, pair
 from tests.connections.serving import echo
 from tests.pace import fewer, patience
 from tests.waiting import until
@@ -238,6 +239,24 @@ async def test_silent_peers_do_not_block_others(device: Device, limit: str) -> N
         await stack.aclose()
         await until(lambda: listener.statistics().handshakes == 0)
         await talks(listener, domain)
+
+
+async def test_an_exception_of_a_handshake_is_logged_and_counted(
+    device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
+    wrong = deeper(SMALL, port=200)
+    async with (
+        device.resource_domain() as domain,
+        listen(HOST, domain=domain, settings=wrong) as listener,
+    ):
+        with pytest.raises(BrokenResourceError):
+            await connect(HOST, listener.port, domain=domain, settings=SMALL)
+        await until(lambda: listener.statistics().handshakes == 0)
+        assert refused(listener) == {"ValueError": 1}
+    (record,) = [each for each in caplog.records if each.levelno >= logging.ERROR]
+    assert "could not be handled" in record.message
+    assert record.exc_info is not None
+    assert isinstance(record.exc_info[1], ValueError)
 
 
 async def test_max_connections_is_enforced(device: Device) -> None:

@@ -25,7 +25,7 @@ from aioverbs._lifecycle.resource import open_part
 from aioverbs._server.accept import AcceptSettings
 from aioverbs._verbs.base_domain import Domain
 from aioverbs.addresses import Address, format_address
-from aioverbs.errors import BrokenResourceError, LibraryNotFoundError
+from aioverbs.errors import BrokenResourceError, LibraryNotFoundError, VerbsError
 from aioverbs.rdma_cm import Listener as CmListener
 
 __all__ = ["Acceptor", "PendingPeer", "ServerStatistics"]
@@ -351,24 +351,22 @@ class Acceptor:
         """Accept peers with rdma_cm until the listener is closed or fails.
 
         Start each peer's handshake when a slot for a handshake is free; refuse the peer if there are too many
-        connections. If the device is removed, this is logged.
-
-        :raises VerbsError: events of the listener cannot be read, or the identifier of a refused peer cannot be closed.
-            No more peers are accepted then.
+        connections. The listener fails if the device is removed or events cannot be read, which is logged.
         """
         try:
             async for identifier in listener:
+                channel.acquire()
+                control = CmControlChannel(identifier, channel)
                 try:
                     has_slot = await self._wait_for_slot()
                 except BaseException:
-                    await wait_uncancelled(identifier.aclose())
+                    await wait_uncancelled(_close_refused(control))
                     raise
-                if not has_slot:
-                    await identifier.aclose()
-                    continue
-                channel.acquire()
-                self._start_handshake(CmControlChannel(identifier, channel), identifier.peer_address)
-        except BrokenResourceError as error:
+                if has_slot:
+                    self._start_handshake(control, identifier.peer_address)
+                else:
+                    await _close_refused(control)
+        except (BrokenResourceError, VerbsError) as error:
             logger.warning("peers can no longer connect by rdma_cm: %s", error)
 
     def _start_or_refuse(self, sock: socket.socket, address: Address, has_slot: bool) -> None:
@@ -497,7 +495,7 @@ class Acceptor:
         self._refused[reason] += 1
         if isinstance(pending.endpoint, CmControlChannel):  # not opened: still owned here
             assert self._loop is not None
-            task = self._loop.create_task(pending.endpoint.aclose())
+            task = self._loop.create_task(_close_refused(pending.endpoint))
             self._closing_tasks.add(task)
             task.add_done_callback(self._closing_tasks.discard)
         elif pending.endpoint is not None:
@@ -583,6 +581,15 @@ class Acceptor:
         for task in self._tasks:
             task.cancel()
         return await self.wait(timeout_s)
+
+
+async def _close_refused(control: CmControlChannel) -> None:
+    """Close the control channel of a refused peer. If that fails, log it; the rdma_cm channel then closes the peer's
+    identifier when it is closed itself."""
+    try:
+        await control.aclose()
+    except VerbsError as error:
+        logger.warning("the rdma_cm identifier of a refused peer could not be closed: %s", error)
 
 
 publish(__name__)

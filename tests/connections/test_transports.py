@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import errno
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Unpack
 from unittest import mock
 
@@ -14,11 +14,13 @@ import pytest
 from aioverbs import (
     Backoff,
     BrokenResourceError,
+    ConnectionListener,
     Device,
     DeviceRemovedError,
     HandshakeError,
     QueuePair,
     UnreachableError,
+    VerbsError,
     WorkCompletionError,
     connect,
     listen,
@@ -31,17 +33,19 @@ from aioverbs._connection.handshake import Reason
 from aioverbs._connection.message_channel import MessageChannel
 from aioverbs._core.handles import handles
 from aioverbs._server import acceptor as acceptor_module
+from aioverbs._server.server import Server
 from aioverbs._verbs import ports
 from aioverbs._verbs.qp_state_machine import QpAttrs
 from aioverbs.addresses import Address
 from aioverbs.gid_selection import Gid
-from aioverbs.rdma_cm import listener as rdma_cm_listener
+from aioverbs.rdma_cm import Listener as CmListener, listener as rdma_cm_listener
 from aioverbs.rdma_cm.state_machine import CmState
 from tests.connections.ends import HOST, SMALL
 from tests.connections.serving import asked, served
 from tests.descriptors import descriptors, descriptors_at_first
-from tests.manager.connection_manager import StubIdentifier, connection_manager
+from tests.manager.connection_manager import StubChannel, StubIdentifier, connection_manager, request
 from tests.pace import patience
+from tests.waiting import until
 
 
 @pytest.fixture(autouse=True)
@@ -223,6 +227,63 @@ async def test_cancelled_listen_leaves_no_channel(device: Device, monkeypatch: p
             await asyncio.wait([opening])
             assert opening.cancelled()
     assert descriptors() == before
+
+
+@pytest.fixture
+def _rdma_cm_listens(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let listeners and servers accept peers with a fake of rdma_cm, too."""
+    monkeypatch.setattr(acceptor_module, "uses_rdma_cm", lambda transport, domain, ssl: True)
+    with connection_manager():
+        yield
+
+
+def rdma_cm_listener_of(accepting: ConnectionListener | Server) -> CmListener:
+    cm = accepting._acceptor._cm
+    assert cm is not None
+    return cm[1]
+
+
+@pytest.mark.usefixtures("_rdma_cm_listens")
+async def test_accepting_goes_on_after_a_refused_peer_cannot_be_closed(
+    device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with (
+        device.resource_domain() as domain,
+        listen(HOST, domain=domain, settings=SMALL, max_connections=1) as listener,
+        connect(HOST, listener.port, domain=domain, settings=SMALL, transport="tcp"),
+    ):
+        failures = [VerbsError("rdma_destroy_id", errno.EBUSY)]
+        destroy = StubIdentifier.destroy
+
+        def fail_once(identifier: StubIdentifier) -> None:
+            if failures:
+                raise failures.pop()
+            destroy(identifier)
+
+        monkeypatch.setattr(StubIdentifier, "destroy", fail_once)
+        await until(lambda: listener.statistics().connections == 1)
+        for count in (1, 2):
+            request(rdma_cm_listener_of(listener))
+            await until(lambda: listener.statistics().refused == (("BUSY", count),))  # noqa: B023
+    (warned,) = [each.message for each in caplog.records if "rdma_destroy_id" in each.message]
+    assert "refused peer" in warned
+
+
+@pytest.mark.usefixtures("_rdma_cm_listens")
+async def test_a_failed_rdma_cm_listener_is_logged(
+    device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Peers can still connect by TCP."""
+    async with device.resource_domain() as domain, served(domain) as server:
+        failing = mock.Mock(side_effect=VerbsError("rdma_get_cm_event", errno.EIO))
+        monkeypatch.setattr(StubChannel, "take_event", failing)
+        request(rdma_cm_listener_of(server))
+        await until(lambda: any("rdma_get_cm_event" in each.message for each in caplog.records))
+        (warned,) = [each.message for each in caplog.records if "rdma_get_cm_event" in each.message]
+        assert "peers can no longer connect by rdma_cm" in warned
+        async with asked(server, domain, transport="tcp") as near:
+            await near.send(b"hello")
+            assert await near.receive() == b"hello"
 
 
 UNANSWERED = [

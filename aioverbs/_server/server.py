@@ -31,7 +31,7 @@ from aioverbs._server.acceptor import Acceptor, PendingPeer, ServerStatistics
 from aioverbs._server.handler import Handler, HandlerResult, Service, handle, handle_on_worker
 from aioverbs._verbs.base_domain import Domain, check_caller
 from aioverbs.addresses import Address, check_socket_port, format_address
-from aioverbs.errors import BrokenResourceError, ClosedResourceError, WorkerDiedError
+from aioverbs.errors import BrokenResourceError, ClosedResourceError, VerbsError, WorkerDiedError
 
 __all__ = ["ConnectionListener", "Handler", "Server", "listen", "serve"]
 
@@ -280,15 +280,18 @@ class ConnectionListener(_AcceptorResource):
         """Stop accepting peers, cancel handshakes in progress, end waiting calls to `accept`, and abort the connections
         that `accept` has not returned.
 
-        :raises VerbsError: the rdma_cm listener or a connection cannot be closed.
+        :raises VerbsError: the rdma_cm listener or a connection cannot be closed. If it is the listener, the rest is
+            done nevertheless.
         """
         lifecycle_of(self._parent).detach(self._acceptor)
-        await self._acceptor.stop()
-        await self._acceptor.cancel()
-        while self._waiters:
-            self._wake()
-        while self._ready:
-            await self._ready.popleft().abort()
+        try:
+            await self._acceptor.stop()
+        finally:
+            await self._acceptor.cancel()
+            while self._waiters:
+                self._wake()
+            while self._ready:
+                await self._ready.popleft().abort()
         self._closed = True
 
 
@@ -519,8 +522,8 @@ class Server(_AcceptorResource):
             `serve`. If there are several concurrent calls, the earliest deadline counts.
         :raises AffinityError: an event loop other than the one that opened the server is running; nothing was done.
         :raises ForkedProcessError: the server was opened in the process that this one was forked from.
-        :raises VerbsError: the rdma_cm listener cannot be closed. The server counts as stopped, but its handlers were
-            neither awaited nor cancelled.
+        :raises VerbsError: the rdma_cm listener cannot be closed. This is raised when the handlers have ended, and the
+            server is stopped nevertheless.
         """
         if self._orphaned:
             await self._stop_orphaned()
@@ -543,16 +546,22 @@ class Server(_AcceptorResource):
 
         This runs once, in a task of its own.
 
-        :raises VerbsError: the rdma_cm listener cannot be closed. The handlers are then neither awaited nor cancelled.
+        :raises VerbsError: the rdma_cm listener cannot be closed. This is raised when the handlers have ended.
         """
         lifecycle_of(self._parent).detach(self._acceptor)
+        failure: VerbsError | None = None
         try:
-            await self._acceptor.stop()
+            try:
+                await self._acceptor.stop()
+            except VerbsError as error:
+                failure = error
             drained = False
             with drain_scope:
                 drained = await self._acceptor.wait(None)
             if not drained:
                 await self._cancel()
+            if failure is not None:
+                raise failure
         finally:
             if self._pool_watcher is not None:
                 self._pool_watcher.cancel()
@@ -605,8 +614,8 @@ class Server(_AcceptorResource):
         closes such a server.
 
         :raises AffinityError: an event loop other than the one that opened the server is running; nothing was done.
-        :raises VerbsError: the rdma_cm listener cannot be closed. The server counts as closed, but its handlers were
-            neither awaited nor cancelled.
+        :raises VerbsError: the rdma_cm listener cannot be closed. This is raised when the handlers have ended, and the
+            server is closed nevertheless.
         """
         if self._inherited:
             return
@@ -619,11 +628,13 @@ class Server(_AcceptorResource):
     async def _stop_now(self) -> None:
         """Stop the server without waiting for the handlers to end by themselves: cancel them at once.
 
-        :raises VerbsError: the rdma_cm listener cannot be closed.
+        :raises VerbsError: the rdma_cm listener cannot be closed. This is raised when the handlers have ended.
         """
-        await self._acceptor.stop()
-        await self._cancel()
-        await self.stop()
+        try:
+            await self._acceptor.stop()
+        finally:
+            await self._cancel()
+            await self.stop()
 
 
 def serve(

@@ -1,6 +1,7 @@
 """Connecting by rdma_cm, with a fake of it, and falling back to TCP."""
 
 import asyncio
+import contextlib
 import dataclasses
 import errno
 import socket
@@ -14,6 +15,8 @@ import pytest
 from aioverbs import (
     Backoff,
     BrokenResourceError,
+    ClosedResourceError,
+    Connection,
     ConnectionListener,
     Device,
     DeviceRemovedError,
@@ -243,6 +246,12 @@ def rdma_cm_listener_of(accepting: ConnectionListener | Server) -> CmListener:
     return cm[1]
 
 
+def cannot_be_closed(accepting: ConnectionListener | Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let closing the rdma_cm listener fail."""
+    failing = mock.AsyncMock(side_effect=VerbsError("rdma_destroy_id", errno.EBUSY))
+    monkeypatch.setattr(rdma_cm_listener_of(accepting), "aclose", failing)
+
+
 @pytest.mark.usefixtures("_rdma_cm_listens")
 async def test_accepting_goes_on_after_a_refused_peer_cannot_be_closed(
     device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -284,6 +293,57 @@ async def test_a_failed_rdma_cm_listener_is_logged(
         async with asked(server, domain, transport="tcp") as near:
             await near.send(b"hello")
             assert await near.receive() == b"hello"
+
+
+@pytest.mark.parametrize("drains", [True, False])
+@pytest.mark.usefixtures("_rdma_cm_listens")
+async def test_handlers_end_if_the_rdma_cm_listener_cannot_be_closed(
+    device: Device, monkeypatch: pytest.MonkeyPatch, drains: bool
+) -> None:
+    at_work, go_on = asyncio.Event(), asyncio.Event()
+    ends = []
+
+    async def handler(_: Connection) -> None:
+        at_work.set()
+        try:
+            await go_on.wait()
+            ends.append("returned")
+        except asyncio.CancelledError:
+            ends.append("cancelled")
+            raise
+
+    async with device.resource_domain() as domain, contextlib.AsyncExitStack() as stack:
+        server = await served(domain, handler).open()
+        await stack.enter_async_context(asked(server, domain, transport="tcp"))
+        await at_work.wait()
+        cannot_be_closed(server, monkeypatch)
+        stopping = asyncio.create_task(server.stop(patience(60) if drains else 0))
+        await until(lambda: not server.addresses)
+        if drains:
+            assert not stopping.done()
+            go_on.set()
+        with pytest.raises(VerbsError, match="rdma_destroy_id"):
+            await stopping
+        assert ends == ["returned" if drains else "cancelled"]
+        await server.wait_closed()
+        await server.aclose()
+
+
+@pytest.mark.usefixtures("_rdma_cm_listens")
+async def test_callers_of_accept_are_notified_if_the_rdma_cm_listener_cannot_be_closed(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with device.resource_domain() as domain:
+        listener = await listen(HOST, domain=domain, settings=SMALL).open()
+        accepting = asyncio.create_task(listener.accept())
+        await asyncio.sleep(0)
+        cannot_be_closed(listener, monkeypatch)
+        with pytest.raises(VerbsError, match="rdma_destroy_id"):
+            await listener.aclose()
+        async with asyncio.timeout(patience(10)):
+            with pytest.raises(ClosedResourceError):
+                await accepting
+        await listener.aclose()
 
 
 UNANSWERED = [

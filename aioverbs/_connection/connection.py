@@ -801,11 +801,11 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         :returns: the grant, for `Grant.revoke`.
         :raises BrokenResourceError: the connection is broken.
         :raises ClosedResourceError: the connection or the region of `local` is closed.
-        :raises ValueError: `access` is empty or has other flags, `local` is empty, or 65,535 grants already exist,
+        :raises ValueError: `access` is empty or has other flags, `local` is empty, `access` permits writes or atomics
+            and the region was registered with ``MW_BIND`` but without ``LOCAL_WRITE``, or 65,535 grants already exist,
             including revoked ones that the peer has not acknowledged yet.
         :raises BufferError: the memory is read-only, and `access` permits writes or atomics.
-        :raises WorkCompletionError: a memory window cannot be bound, such as for writes to a region that lacks
-            ``LOCAL_WRITE``. The connection is then broken.
+        :raises WorkCompletionError: a memory window cannot be bound. The connection is then broken.
         :raises VerbsError: the device cannot bind a window or register the memory.
         :raises AffinityError: another event loop owns the connection; nothing was done.
         :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.

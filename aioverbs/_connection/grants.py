@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["Grant", "Grants", "RemoteGrant"]
 
 _REMOTE_ACCESS = AccessFlags.REMOTE_READ | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_ATOMIC
+_WRITES = AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_ATOMIC
 _WINDOW_FLAGS = 1 << 23 | 1 << 24  # IBV_DEVICE_MEM_WINDOW_TYPE_2A, _2B
 _NUMBER_COUNT = 1 << 16
 
@@ -193,6 +194,12 @@ class Grants:
             )
         if not len(memory):
             raise ValueError("`local` must have at least 1 byte to be granted")
+        held = memory.region.access
+        if access & _WRITES and held & AccessFlags.MW_BIND and not held & AccessFlags.LOCAL_WRITE:
+            raise ValueError(
+                f"the region of `local` was registered without LOCAL_WRITE, so `access` cannot be {access!r}: "
+                "register it with LOCAL_WRITE"
+            )
         number = self._next_number()
         self._local_grants[number] = None  # reserves the number
         key: MemoryWindow | MemoryRegion | None = None
@@ -233,8 +240,7 @@ class Grants:
         :param access: what the peer may do.
         :returns: the window or registration, which the caller closes, and the address, length and key for the peer.
         :raises VerbsError: the device cannot bind a window or register the memory.
-        :raises WorkCompletionError: the window cannot be bound, such as for writes to a region that lacks
-            ``LOCAL_WRITE``. The queue pair is then broken.
+        :raises WorkCompletionError: the window cannot be bound. The queue pair is then broken.
         :raises BufferError: the memory is read-only, and `access` permits writes or atomics.
         :raises Exception: any other exception that `MemoryRegion.open` or `QueuePair.bind_window` raises.
         """
@@ -245,9 +251,8 @@ class Grants:
             except BaseException:
                 await wait_uncancelled(window.aclose())
                 raise
-        writes = access & (AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_ATOMIC)
         region = MemoryRegion(
-            owner, self._base, memory.buffer, access | (AccessFlags.LOCAL_WRITE if writes else AccessFlags(0))
+            owner, self._base, memory.buffer, access | (AccessFlags.LOCAL_WRITE if access & _WRITES else AccessFlags(0))
         )
         await open_part(region)
         return region, region.remote()

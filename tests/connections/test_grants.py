@@ -21,7 +21,7 @@ from aioverbs import (
 )
 from aioverbs._connection.wire import FrameKind
 from tests.capabilities import Capability, needs
-from tests.connections.ends import SMALL, Cancel, deeper, every_way_to_cancel, pair, use_up
+from tests.connections.ends import SMALL, Cancel, deeper, every_way_to_cancel, pair, use_up, works
 from tests.holding import hold, unhold
 from tests.pace import fewer
 from tests.waiting import until
@@ -328,6 +328,17 @@ async def test_invalid_grants_are_refused(device: Device, access: AccessFlags) -
             await ends.near.grant(memory, access)
         with pytest.raises(ValueError, match="at least 1 byte"):
             await ends.near.grant(memory[:0], READ)
+
+
+@pytest.mark.parametrize("access", [WRITE, READ | ATOMIC])
+async def test_granting_writes_to_a_window_needs_local_write(device: Device, access: AccessFlags) -> None:
+    """The connection stays open."""
+    async with pair(device) as ends, ends.domain.register(64, READ | AccessFlags.MW_BIND) as memory:
+        with pytest.raises(ValueError, match="was registered without LOCAL_WRITE"):
+            await ends.near.grant(memory, access)
+        async with await ends.near.grant(memory, READ) as grant:
+            assert (await ends.far.receive_grant()).remote == grant.remote
+        await works(ends.near, ends.far)
 
 
 async def test_more_grants_than_the_peer_accepts_break_the_connection(device: Device) -> None:

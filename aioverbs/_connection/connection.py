@@ -621,7 +621,8 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         return received
 
     async def send_eof(self) -> None:
-        """Notify the peer that no more messages follow. This end can still receive. A second call has no effect.
+        """Notify the peer that no more messages or grants follow. This end can still receive, and revoke its grants. A
+        second call has no effect.
 
         This waits in the same cases as `send`. If the call is cancelled or raises `ConcurrentAccessError` or
         `VerbsError`, the peer is not notified and messages can still be sent.
@@ -800,7 +801,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         :param access: what the peer may do: any of ``REMOTE_READ``, ``REMOTE_WRITE`` and ``REMOTE_ATOMIC``.
         :returns: the grant, for `Grant.revoke`.
         :raises BrokenResourceError: the connection is broken.
-        :raises ClosedResourceError: the connection or the region of `local` is closed.
+        :raises ClosedResourceError: the connection or the region of `local` is closed, or `send_eof` was called.
         :raises ValueError: `access` is empty or has other flags, `local` is empty, `access` permits writes or atomics
             and the region was registered with ``MW_BIND`` but without ``LOCAL_WRITE``, or 65,535 grants already exist,
             including revoked ones that the peer has not acknowledged yet.

@@ -187,6 +187,7 @@ class Grants:
         :raises Exception: whatever `Connection.grant` raises.
         """
         self._channel.check_caller("grant")
+        self._channel.check_sending()
         access = AccessFlags(access)
         if not access or access & ~_REMOTE_ACCESS:
             raise ValueError(

@@ -596,13 +596,13 @@ class MessageChannel:
             raise self.closed_error()
 
     def check_sending(self) -> None:
-        """Check that user messages can still be sent.
+        """Check that user messages and grants can still be sent.
 
         :raises ClosedResourceError: END was sent, or the channel is closed.
         :raises BrokenResourceError: the channel is broken.
         """
         if self.eof_sent:
-            raise ClosedResourceError("send_eof() was called: no more messages can be sent")
+            raise ClosedResourceError("send_eof() was called: no more messages or grants can be sent")
         self.check_usable()
 
     # ---- Sending
@@ -706,13 +706,14 @@ class MessageChannel:
         :param data: payload of the message, at most `fragment_size` bytes, which is not checked.
         :param last: True if this end has no more credits to return, so that even the reserved credit may be used.
         :raises BrokenResourceError: the channel is broken.
-        :raises ClosedResourceError: the channel is closed.
+        :raises ClosedResourceError: the channel is closed, or END was sent and `kind` is another kind.
         :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
         :raises Exception: any other exception that `QueuePair.send` raises, such as `VerbsError`.
         """
         async with self._lock:
             if kind is FrameKind.END and self.eof_sent:
                 return
+            self.check_sending()
             await self._send_frame(header(kind, 0, 0, number), b"", memoryview(data), 0 if last else RESERVED_CREDITS)
             if kind is FrameKind.END:
                 # only now, as a cancelled call has sent nothing; the lock excludes other senders until here

@@ -62,7 +62,7 @@ class FrameKind(enum.IntEnum):
     """Acknowledges REVOKE; all earlier accesses are done."""
 
     END = 6
-    """No more user messages follow."""
+    """No more user messages or grants follow."""
 
 
 WHOLE = FrameKind.DATA << _KIND_AT | FIRST | LAST

@@ -341,6 +341,38 @@ async def test_granting_writes_to_a_window_needs_local_write(device: Device, acc
         await works(ends.near, ends.far)
 
 
+async def test_no_grants_after_send_eof(device: Device) -> None:
+    """Earlier grants can still be used and revoked."""
+    async with pair(device) as ends, ends.domain.register(64, LOCAL) as memory:
+        grant = await ends.near.grant(memory, READ)
+        await ends.near.send_eof()
+        with pytest.raises(ClosedResourceError, match=r"send_eof\(\) was called"):
+            await ends.near.grant(memory, READ)
+        granted = await ends.far.receive_grant()
+        with pytest.raises(anyio.EndOfStream):
+            await ends.far.receive_grant()
+        await ends.far.read(memory[:8], granted[8:16])
+        await grant.revoke()
+        assert granted.revoked
+
+
+@REGIONS
+async def test_a_grant_that_waits_behind_send_eof_leaves_no_key(device: Device, region: AccessFlags) -> None:
+    async with pair(device) as ends, ends.domain.register(64, region) as memory:
+        await use_up(ends.near)
+        before, waits = ends.near.statistics(), ends.near.traffic().waits
+        ending = asyncio.create_task(ends.near.send_eof())
+        await until(lambda: ends.near.traffic().waits > waits)
+        granting = asyncio.create_task(ends.near.grant(memory, READ))
+        await until(lambda: ends.near.statistics() != before)
+        for _ in range(SMALL.receive_depth - 1):
+            await ends.far.receive()
+        await ending
+        with pytest.raises(ClosedResourceError, match=r"send_eof\(\) was called"):
+            await granting
+        assert ends.near.statistics() == before
+
+
 async def test_more_grants_than_the_peer_accepts_break_the_connection(device: Device) -> None:
     async with pair(device, SMALL, deeper(SMALL, max_grants=2)) as ends, ends.domain.register(64, LOCAL) as memory:
         first, _ = [await ends.near.grant(memory, READ) for _ in range(2)]

@@ -314,7 +314,6 @@ class MessageChannel:
         :param received: the completed receive.
         :returns: a complete message for the caller of `receive`, as bytes or a `MessageWithImmediate`, or a message of
             the handshake for the caller of `receive_handshake`, as bytes; None if there is none.
-        :raises VerbsError: the receive cannot be posted again.
         """
         receive = cast(_Receive, received.local)
         immediate = received.immediate
@@ -352,7 +351,6 @@ class MessageChannel:
         :param receive: memory of the receive.
         :param length: length of the message in bytes.
         :returns: the copy; None if the channel was failed.
-        :raises VerbsError: the receive cannot be posted again.
         """
         if len(self.inbox) >= _HANDSHAKE_MESSAGES:
             self.fail(f"protocol violation: the peer sent more than the {_HANDSHAKE_MESSAGES} messages of a handshake")
@@ -363,9 +361,9 @@ class MessageChannel:
         return data
 
     def _post(self, receive: _Receive) -> None:
-        """Post a receive; later if a thread is inside a verb, and never if the queue pair is closed or broken.
+        """Post a receive again; later if a thread is inside a verb, and never if the queue pair is closed or broken.
 
-        :raises VerbsError: the receive cannot be posted.
+        If the verb fails, fail the channel soon: the peer has more credits than there are receives left.
         """
         try:
             _ = receive_into(self.qp, self.inbox, receive)  # the inbox gets the result
@@ -375,6 +373,8 @@ class MessageChannel:
             self.receive_queue.when_resumed(self._loop, functools.partial(self._post, receive))
         except (ClosedResourceError, BrokenResourceError, QueuePairStateError, AffinityError):
             return  # the end is reported elsewhere
+        except VerbsError as error:  # after the caller has delivered the message that arrived in this receive
+            self._loop.call_soon(self.fail, f"a receive cannot be posted again: {error}", error)
 
     def _handle_frame(self, view: memoryview, immediate: int | None) -> object:
         """Handle a frame: a fragment of a user message, or a control message.

@@ -5,6 +5,7 @@ import errno
 import gc
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import anyio
 import pytest
@@ -150,6 +151,28 @@ async def test_receives_and_credits_are_retried_after_a_concurrent_verb(
                 await ends.near.send(bytes([number]))
                 assert await ends.far.receive() == bytes([number])
         assert not any(verb.left for verb in refused)
+
+
+@pytest.mark.parametrize("refusal", [None, ConcurrentAccessError, BusyResourceError])
+async def test_a_receive_that_cannot_be_posted_again_breaks_the_connection(
+    device: Device, monkeypatch: pytest.MonkeyPatch, refusal: type[Exception] | None
+) -> None:
+    """The cause is reported, whether the first attempt fails or a later one. Messages that arrived are not lost."""
+    async with pair(device) as ends:
+        failure = VerbsError("ibv_post_recv", errno.ENOMEM)
+        refusals = [refusal("another thread is inside")] if refusal is not None else []
+        monkeypatch.setattr(ends.far.qp, "_receive_into", mock.Mock(side_effect=[*refusals, failure]))
+        await ends.near.send(b"it arrives")
+        async with asyncio.timeout(patience(10)):
+            assert await ends.far.receive() == b"it arrives"
+            with pytest.raises(BrokenResourceError, match="ibv_post_recv") as caught:
+                await ends.far.receive()
+        assert caught.value.__cause__ is failure
+        with pytest.raises(BrokenResourceError, match="a receive cannot be posted again"):
+            await ends.far.send(b"no more")
+        async with asyncio.timeout(patience(10)):
+            with pytest.raises(BrokenResourceError):
+                await ends.near.receive()
 
 
 async def test_a_grant_block_raises_the_exception_of_its_body(device: Device) -> None:

@@ -97,8 +97,6 @@ class Grant:
         :raises AffinityError: another event loop owns the connection; nothing was done.
         :raises BrokenResourceError: the connection is broken; the key is invalidated.
         :raises ClosedResourceError: the connection is closed; the key is invalidated.
-        :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain. The key is still
-            valid: revoke the grant again.
         :raises VerbsError: the key could not be invalidated; the connection breaks.
         """
         await self._grants.revoke(self, timeout_s)
@@ -293,8 +291,6 @@ class Grants:
         take any length of time to acknowledge.
 
         :raises VerbsError: the verb failed. The channel is then broken.
-        :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain. The key stays
-            valid.
         """
         try:
             await key.aclose()

@@ -651,6 +651,7 @@ class MessageChannel:
             length <= self.fragment_size
             and immediate is None
             and self.broken is None
+            and not self.closed
             and credit.available > 1
             and not self._lock.locked()
             and not self.eof_sent

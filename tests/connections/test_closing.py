@@ -5,6 +5,7 @@ import contextlib
 import gc
 import random
 import warnings
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import anyio
@@ -13,16 +14,19 @@ import pytest
 from aioverbs import (
     BrokenResourceError,
     ClosedResourceError,
+    ConcurrentAccessError,
     Connection,
     ConnectionSettings,
     Device,
     DeviceRemovedError,
+    ThreadModel,
     connect,
     listen,
     open_device,
 )
 from tests.capabilities import Capability, needs
 from tests.connections.ends import HOST, SMALL, Cancel, deeper, every_way_to_cancel, pair, use_up
+from tests.manager.held_verbs import StayingAllocator, thread_inside
 from tests.pace import fewer, patience
 from tests.waiting import until
 
@@ -179,6 +183,32 @@ async def test_closing_the_domain_closes_the_connection(device: Device) -> None:
         with pytest.raises(BrokenResourceError):
             await far.receive()
         await far.aclose()
+
+
+@pytest.mark.parametrize("close", [Connection.aclose, Connection.abort])
+@needs(Capability.PARENT_DOMAINS)
+async def test_closing_again_after_a_verb_of_another_thread(
+    device: Device, close: Callable[[Connection], Coroutine[Any, Any, None]]
+) -> None:
+    """The first attempt fails, and ends only the messages."""
+    staying, settings = StayingAllocator(), deeper(SMALL, close_timeout_s=0)
+    async with (
+        device.resource_domain(thread_model=ThreadModel.UNSAFE, allocator=staying) as domain,
+        listen(HOST, domain=domain, settings=settings) as listener,
+    ):
+        near = await connect(HOST, listener.port, domain=domain, settings=settings)
+        far = await listener.accept()
+        async with thread_inside(domain, staying):
+            with pytest.raises(ConcurrentAccessError):
+                await close(near)
+            closed = [near.closed]
+            with pytest.raises(ClosedResourceError):
+                await near.send(b"too late")
+        await close(near)
+        assert [*closed, near.closed] == [False, True]
+        with pytest.raises(BrokenResourceError):
+            await far.receive()
+        await far.abort()
 
 
 @pytest.mark.every_way

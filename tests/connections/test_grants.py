@@ -16,13 +16,17 @@ from aioverbs import (
     GrantRevokedError,
     RemoteGrant,
     RemoteRegion,
+    ThreadModel,
     WcStatus,
     WorkCompletionError,
+    connect,
+    listen,
 )
 from aioverbs._connection.wire import FrameKind
 from tests.capabilities import Capability, needs
-from tests.connections.ends import SMALL, Cancel, deeper, every_way_to_cancel, pair, use_up, works
+from tests.connections.ends import HOST, SMALL, Cancel, deeper, every_way_to_cancel, pair, use_up, works
 from tests.holding import hold, unhold
+from tests.manager.held_verbs import StayingAllocator, thread_inside
 from tests.pace import fewer
 from tests.waiting import until
 
@@ -240,6 +244,28 @@ async def test_a_cancelled_revoke_still_invalidates_the_key(
             await until(lambda: ends.near._grants is not None and not ends.near._grants._local_grants)
         await ends.near.send(b"it works")
         assert await ends.far.receive() == b"it works"
+
+
+@REGIONS
+@needs(Capability.PARENT_DOMAINS)
+async def test_revoking_during_a_verb_of_another_thread(device: Device, region: AccessFlags) -> None:
+    """The key belongs to the protection domain, whose verbs any thread may call."""
+    staying = StayingAllocator()
+    async with (
+        device.resource_domain(thread_model=ThreadModel.UNSAFE, allocator=staying) as domain,
+        listen(HOST, domain=domain, settings=SMALL) as listener,
+        connect(HOST, listener.port, domain=domain, settings=SMALL) as near,
+        await listener.accept() as far,
+        domain.register(64, region) as memory,
+    ):
+        grant = await near.grant(memory, READ)
+        granted = await far.receive_grant()
+        async with thread_inside(domain, staying):
+            await grant.revoke(timeout_s=0)
+            assert grant.revoked
+        await until(lambda: granted.revoked)
+        await works(near, far)
+        await near.aclose()
 
 
 async def test_revoke_without_a_credit_is_sent_later(device: Device) -> None:

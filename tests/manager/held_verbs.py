@@ -1,17 +1,19 @@
-"""Delayed verbs in the helper threads of `QueuePair.establish`."""
+"""Delayed verbs: in the helper threads of `QueuePair.establish`, and in another thread on an unlocked domain."""
 
+import asyncio
 import ctypes
 import functools
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
-from aioverbs import Device
+from aioverbs import USE_DEFAULT, Device, ResourceDomain, UseDefault
 from aioverbs._verbs import neighbour_lookup
 
-__all__ = ["Helpers", "SlowVerb", "helpers"]
+__all__ = ["Helpers", "SlowVerb", "StayingAllocator", "helpers", "thread_inside"]
 
 _MODIFY = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)
 
@@ -86,3 +88,36 @@ class SlowVerb:
     def release(self) -> None:
         """Let the verb return, and return at once from now on."""
         self._go_on.set()
+
+
+class StayingAllocator:
+    """Allocator that blocks its thread, and so keeps the thread inside a verb of the domain."""
+
+    def __init__(self) -> None:
+        self.stays = False
+        self.entered, self.go_on = threading.Event(), threading.Event()
+
+    def allocate(self, size: int, alignment: int, resource_type: int, *parent: object) -> UseDefault:
+        if self.stays:
+            self.stays = False
+            self.entered.set()
+            assert self.go_on.wait(10)
+        return USE_DEFAULT
+
+    def free(self, address: int, resource_type: int, *parent: object) -> None:
+        raise AssertionError("nothing was allocated")
+
+
+@asynccontextmanager
+async def thread_inside(domain: ResourceDomain, staying: StayingAllocator) -> AsyncIterator[Callable[[], object]]:
+    """Keep another thread inside a verb of `domain` until the yielded function is called."""
+    staying.stays = True
+    cq = domain.completion_queue(8)
+    thread = asyncio.create_task(asyncio.to_thread(asyncio.run, cq.open()))
+    await asyncio.to_thread(staying.entered.wait, 10)
+    try:
+        yield staying.go_on.set
+    finally:
+        staying.go_on.set()
+        await thread
+        await cq.aclose()

@@ -5,23 +5,17 @@ import contextlib
 import errno
 import itertools
 import select
-import threading
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 
 import pytest
 
 from aioverbs import (
-    USE_DEFAULT,
     BrokenResourceError,
     ConcurrentAccessError,
     EventType,
     QpCapabilities,
-    ResourceDomain,
     SendFlags,
     SendOpcode,
     ThreadModel,
-    UseDefault,
     VerbsError,
 )
 from aioverbs._core.handles import handles
@@ -29,6 +23,7 @@ from aioverbs._verbs.device import Device
 from tests.capabilities import Capability, needs
 from tests.core.pairs import connect
 from tests.holding import hold, unhold
+from tests.manager.held_verbs import StayingAllocator, thread_inside
 from tests.manager.test_write import REMOTE, connected, ends, pair_on
 from tests.pace import patience
 from tests.raw_verbs import post_send
@@ -208,39 +203,6 @@ async def test_a_failed_queue_does_not_affect_others(device: Device) -> None:
         unhold(device, other.near)
         await writing
         assert bytes(other.target.buffer[:7]) == b"goes on"
-
-
-class StayingAllocator:
-    """Allocator that blocks its thread, and so keeps the thread inside a verb of the domain."""
-
-    def __init__(self) -> None:
-        self.stays = False
-        self.entered, self.go_on = threading.Event(), threading.Event()
-
-    def allocate(self, size: int, alignment: int, resource_type: int, *parent: object) -> UseDefault:
-        if self.stays:
-            self.stays = False
-            self.entered.set()
-            assert self.go_on.wait(10)
-        return USE_DEFAULT
-
-    def free(self, address: int, resource_type: int, *parent: object) -> None:
-        raise AssertionError("nothing was allocated")
-
-
-@asynccontextmanager
-async def thread_inside(domain: ResourceDomain, staying: StayingAllocator) -> AsyncIterator[Callable[[], object]]:
-    """Keep another thread inside a verb of `domain` until the yielded function is called."""
-    staying.stays = True
-    cq = domain.completion_queue(8)
-    thread = asyncio.create_task(asyncio.to_thread(asyncio.run, cq.open()))
-    await asyncio.to_thread(staying.entered.wait, 10)
-    try:
-        yield staying.go_on.set
-    finally:
-        staying.go_on.set()
-        await thread
-        await cq.aclose()
 
 
 @pytest.mark.every_way

@@ -79,9 +79,14 @@ def is_compiled(value: object) -> bool:
     return isinstance(value, type) and defined_in(value).startswith(_CORE)
 
 
+_MADE_ELSEWHERE = re.compile(
+    r"\b(made|created|returned)\s+by\b|\bto\s+(create|lease)\s+one\b|\breturns\s+(one|it)\b", re.IGNORECASE
+)
+
+
 def is_made_by_others(kind: type) -> bool:
     """Return whether users do not construct a class: its docstring says so, or an argument has an internal type."""
-    if re.search(r"(?i)\b(made|created)\s+by\b", kind.__doc__ or ""):
+    if _MADE_ELSEWHERE.search(kind.__doc__ or ""):
         return True
     try:
         arguments = inspect.signature(kind).parameters.values()

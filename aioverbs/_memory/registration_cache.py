@@ -217,10 +217,10 @@ class RegistrationCache:
         """Return an async context manager that yields the open region of a buffer, a `MemoryRegion`.
 
         The caller must not close the region. At the end of the block the buffer stays registered, unless it is evicted.
-        A buffer that is larger than `max_bytes`, or whose memory belongs to no object that the cache can keep alive, is
-        not cached: the end of the block waits for work requests that use the buffer, and deregisters it. The exceptions
-        are raised by entering the block or, if a buffer cannot be deregistered, at the end of the block; that buffer
-        then stays registered.
+        A buffer that is larger than ``max_bytes``, or whose memory belongs to no object that the cache can keep alive,
+        is not cached: the end of the block waits for work requests that use the buffer, and deregisters it. The
+        exceptions are raised by entering the block or, if a buffer cannot be deregistered, at the end of the block;
+        that buffer then stays registered.
 
         :param buffer: contiguous object with the buffer protocol. For a memoryview, the object behind it counts. If the
             object does not own its memory, such as a ctypes object at an address, `drop` it before that memory is

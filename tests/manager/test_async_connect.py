@@ -47,7 +47,7 @@ async def test_the_loop_runs_and_the_queue_pair_is_reserved(device: Device, help
             lambda: qp.send_nowait(region[:]),
             qp.handle.destroy,
         ):
-            with pytest.raises(BusyResourceError, match="another thread waits for"):
+            with pytest.raises(BusyResourceError, match="that another thread has called"):
                 use()
         assert not qp.handle.closed
         helpers.release()

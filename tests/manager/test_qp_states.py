@@ -453,9 +453,9 @@ MISTAKES = [
         RC, RESET, lambda qp: qp.to_init(qp_access_flags=AccessFlags.MW_BIND), r"qp_access_flags: must be .*, got 0x10"
     ),
     Mistake(
-        RC, INIT, lambda qp: qp.to_rtr(), r"missing: av, dest_qp_num, path_mtu, rq_psn \(passing a remote endpoint sets"
+        RC, INIT, lambda qp: qp.to_rtr(), r"missing: av, dest_qp_num, path_mtu, rq_psn \(pass the remote endpoint to"
     ),
-    Mistake(RC, INIT, lambda qp: qp.to_rtr(rq_psn=1, av=WAY), r"missing: dest_qp_num, path_mtu \(passing a remote"),
+    Mistake(RC, INIT, lambda qp: qp.to_rtr(rq_psn=1, av=WAY), r"missing: dest_qp_num, path_mtu \(pass the remote"),
     Mistake(
         XRC_SEND, INIT, lambda qp: qp.to_rtr(replace(ELSEWHERE, qp_type=XRC_RECV), min_rnr_timer=1), r"not allowed in"
     ),

@@ -17,6 +17,7 @@ from aioverbs import (
     WcStatus,
     WorkCompletionError,
 )
+from aioverbs._memory.region import RegionSlice, WaitableInFlightCount
 from aioverbs.errors import BatchError, ClosedResourceError
 from tests.capabilities import Capability, needs
 from tests.data_path.ends import Ends, ends
@@ -228,6 +229,18 @@ async def test_a_batch_refused_by_the_verb_can_be_posted_again(device: Device) -
         await batch.post()
         assert added.result() == 0
         assert pair.is_idle()
+
+
+async def test_a_batch_with_closed_memory_pins_nothing(device: Device) -> None:
+    async with ends(device) as pair:
+        batch = pair.near.batch()
+        pins = WaitableInFlightCount()
+        batch.write(RegionSlice(pair.source, 0, 1, pins), pair.target.remote()[:1])
+        async with pair.domain.register(64) as region:
+            batch.write(region[:1], pair.target.remote()[:1])
+        with pytest.raises(ClosedResourceError):
+            _ = batch.post()
+        assert len(pins) == 0
 
 
 async def test_a_batch_is_not_posted_to_a_closed_queue_pair(device: Device) -> None:

@@ -26,6 +26,7 @@ from aioverbs._core.software import software
 from aioverbs._memory.region import RegionSlice, WaitableInFlightCount
 from aioverbs._verbs.completion_queue import CompletionQueue
 from aioverbs._verbs.device import Device, open_device
+from tests.capabilities import Capability, needs
 from tests.core.contexts import opened
 from tests.data_path.turns import TURNS, polled_turns
 from tests.pace import patience
@@ -80,6 +81,45 @@ async def test_a_chain_refused_by_a_lost_device_ends_once() -> None:
         assert near.statistics().in_flight == cq.statistics().in_flight == 0
         assert all(write.done() for write in writes)
         device.faults.clear()
+
+
+@needs(Capability.FAULT_PLAN)
+async def test_a_poll_that_overlaps_a_call_is_repeated_silently(device: Device) -> None:
+    reported: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+    async with (
+        device.resource_domain() as domain,
+        domain.completion_queue(64) as cq,
+        domain.register(64, ALL) as memory,
+        connected(domain, cq, cq) as (near, _),
+    ):
+        write = near.write(memory[:8], memory.remote()[8:16])
+        device.faults.fail("start_poll", errno.EBUSY)
+        await until(lambda: write.ended)  # without an await that would poll
+        assert device.faults.records()
+    assert reported == []
+
+
+async def test_the_loop_goes_on_polling_after_an_error_of_other_code(device: Device) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    reported: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+    async with (
+        device.resource_domain() as domain,
+        domain.completion_queue(64) as cq,
+        domain.completion_queue(64) as remote_cq,
+        domain.register(64, ALL) as memory,
+        connected(domain, cq, remote_cq) as (near, far),
+    ):
+        receive = near.receive(memory[:8])
+        write = near.write(RegionSlice(memory, 8, 8, WaitableInFlightCount(memory.pins, fail)), memory.remote()[16:24])
+        await until(lambda: reported)
+        assert write.ended
+        assert [type(each["exception"]) for each in reported] == [ZeroDivisionError]
+        await far.send(memory[24:32])
+        await until(lambda: receive.ended)  # without an await that would poll
 
 
 async def test_a_completion_that_arrives_while_an_await_begins_is_reported(device_name: str) -> None:

@@ -175,7 +175,6 @@ def _port_info(context: handles.Context, number: int) -> PortInfo:
     """Query a port and its GID table, and return the results as a `PortInfo`.
 
     :raises VerbsError: the port cannot be queried.
-    :raises LibraryNotFoundError: the context was imported from another process, and pyverbs or libibverbs is missing.
     """
     port = context.query_port(number)
     gids = gid_table(context, number)

@@ -16,7 +16,6 @@ def gid_table(context: handles.Context, port: int) -> list[Gid]:
     If the port does not exist, an RDMA device returns an empty list, and a software device raises `VerbsError`.
 
     :raises VerbsError: the verb failed.
-    :raises LibraryNotFoundError: the context was imported from another process, and pyverbs or libibverbs is missing.
     """
     if context.software:
         return software.gid_table(context, port)

@@ -108,8 +108,6 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         :raises ValueError: an index must be chosen, and the port does not exist or has no GID.
         :raises ClosedResourceError: an index must be chosen, and the queue pair is not open.
         :raises VerbsError: an index must be chosen, and the GID table cannot be queried.
-        :raises LibraryNotFoundError: an index must be chosen, the device was imported from another process, and
-            pyverbs or libibverbs is missing.
         """
         if self._gid_index is None:
             self._gid_index = gid_index(self.handle.context, self._port)

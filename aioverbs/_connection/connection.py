@@ -563,7 +563,8 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         }
 
     def traffic(self) -> ConnectionStatistics:
-        """Return the current counters of messages and credits, a `ConnectionStatistics`.
+        """Return a `ConnectionStatistics`: the numbers of messages sent and received so far, of credits available and
+        not yet returned to the peer, of waits, and of messages that only returned credits.
 
         :raises ClosedResourceError: the connection is closed.
         """
@@ -646,16 +647,20 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         :param remote: the peer's grant or a slice of it, of the same length as `local`.
         :param fence: True to start only when all earlier reads and atomics on the connection are done (IBV_SEND_FENCE).
         :returns: an operation. Awaiting it returns None when the peer's device has acknowledged the data. Cancelling
-            the await does not stop a request that was posted.
+            the await does not stop a request that was posted. If the send queue is full, the request first waits for a
+            slot.
         :raises GrantRevokedError: the peer has revoked the grant; nothing was done.
         :raises ClosedResourceError: the connection is closed.
         :raises AffinityError: another event loop owns the connection; nothing was done.
         :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain; nothing was done.
-        :raises BrokenResourceError: the connection is broken.
+            If the await raises this, the request is unaffected, and the operation can be awaited again.
+        :raises BrokenResourceError: the connection is broken; when awaited: the completion queue failed, or the queue
+            pair was reset after an error or destroyed, before the request completed.
         :raises ValueError: an argument is out of range or has the wrong length; nothing was done.
         :raises TypeError: `local` is not registered memory, or `remote` is not memory of the peer; nothing was done.
-        :raises VerbsError: ``ibv_post_send`` failed.
-        :raises WorkCompletionError: when awaited: the request failed. The connection is then broken.
+        :raises VerbsError: ``ibv_post_send`` failed; also when awaited, if the request was posted after this call.
+        :raises WorkCompletionError: when awaited: the request failed, after which the connection is broken; or the
+            connection broke or was closed before the request completed.
         """
         return self._qp_for("write").write(local, self._region_of(remote), fence=fence)
 
@@ -666,18 +671,21 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         :param remote: the peer's grant or a slice of it, of the same length as `local`.
         :param fence: True to start only when all earlier reads and atomics on the connection are done (IBV_SEND_FENCE).
         :returns: an operation. Awaiting it returns None when the data is in `local`. Cancelling the await does not stop
-            a request that was posted.
+            a request that was posted. If the send queue is full, the request first waits for a slot.
         :raises GrantRevokedError: the peer has revoked the grant; nothing was done.
         :raises ClosedResourceError: the connection is closed.
         :raises AffinityError: another event loop owns the connection; nothing was done.
         :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain; nothing was done.
-        :raises BrokenResourceError: the connection is broken.
+            If the await raises this, the request is unaffected, and the operation can be awaited again.
+        :raises BrokenResourceError: the connection is broken; when awaited: the completion queue failed, or the queue
+            pair was reset after an error or destroyed, before the request completed.
         :raises QueuePairStateError: the device of one end allows no requests of this kind in flight (``max_rd_atomic``
             is 0); nothing was done.
         :raises ValueError: an argument is out of range or has the wrong length; nothing was done.
         :raises TypeError: `local` is not registered memory, or `remote` is not memory of the peer; nothing was done.
-        :raises VerbsError: ``ibv_post_send`` failed.
-        :raises WorkCompletionError: when awaited: the request failed. The connection is then broken.
+        :raises VerbsError: ``ibv_post_send`` failed; also when awaited, if the request was posted after this call.
+        :raises WorkCompletionError: when awaited: the request failed, after which the connection is broken; or the
+            connection broke or was closed before the request completed.
         """
         return self._qp_for("read").read(local, self._region_of(remote), fence=fence)
 
@@ -690,18 +698,22 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         :param compare: the expected value, 0..2**64-1.
         :param swap: the value to store if the expected one is found, 0..2**64-1.
         :param fence: True to start only when all earlier reads and atomics on the connection are done (IBV_SEND_FENCE).
-        :returns: an operation; awaiting it returns the value before the swap.
+        :returns: an operation; awaiting it returns the value before the swap. If the send queue is full, the request
+            first waits for a slot.
         :raises GrantRevokedError: the peer has revoked the grant; nothing was done.
         :raises ClosedResourceError: the connection is closed.
         :raises AffinityError: another event loop owns the connection; nothing was done.
         :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain; nothing was done.
-        :raises BrokenResourceError: the connection is broken.
+            If the await raises this, the request is unaffected, and the operation can be awaited again.
+        :raises BrokenResourceError: the connection is broken; when awaited: the completion queue failed, or the queue
+            pair was reset after an error or destroyed, before the request completed.
         :raises QueuePairStateError: the device of one end allows no requests of this kind in flight (``max_rd_atomic``
             is 0); nothing was done.
         :raises ValueError: an argument is out of range or has the wrong length; nothing was done.
         :raises TypeError: `remote` is not memory of the peer, or a value is not an integer; nothing was done.
-        :raises VerbsError: ``ibv_post_send`` failed.
-        :raises WorkCompletionError: when awaited: the request failed. The connection is then broken.
+        :raises VerbsError: ``ibv_post_send`` failed; also when awaited, if the request was posted after this call.
+        :raises WorkCompletionError: when awaited: the request failed, after which the connection is broken; or the
+            connection broke or was closed before the request completed.
         """
         return self._qp_for("compare_and_swap").compare_and_swap(self._region_of(remote), compare, swap, fence=fence)
 
@@ -711,18 +723,22 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         :param remote: 8 aligned bytes of the peer's grant.
         :param add: the number to add, 0..2**64-1; the sum is taken modulo 2**64.
         :param fence: True to start only when all earlier reads and atomics on the connection are done (IBV_SEND_FENCE).
-        :returns: an operation; awaiting it returns the value before the addition.
+        :returns: an operation; awaiting it returns the value before the addition. If the send queue is full, the
+            request first waits for a slot.
         :raises GrantRevokedError: the peer has revoked the grant; nothing was done.
         :raises ClosedResourceError: the connection is closed.
         :raises AffinityError: another event loop owns the connection; nothing was done.
         :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain; nothing was done.
-        :raises BrokenResourceError: the connection is broken.
+            If the await raises this, the request is unaffected, and the operation can be awaited again.
+        :raises BrokenResourceError: the connection is broken; when awaited: the completion queue failed, or the queue
+            pair was reset after an error or destroyed, before the request completed.
         :raises QueuePairStateError: the device of one end allows no requests of this kind in flight (``max_rd_atomic``
             is 0); nothing was done.
         :raises ValueError: an argument is out of range or has the wrong length; nothing was done.
         :raises TypeError: `remote` is not memory of the peer, or `add` is not an integer; nothing was done.
-        :raises VerbsError: ``ibv_post_send`` failed.
-        :raises WorkCompletionError: when awaited: the request failed. The connection is then broken.
+        :raises VerbsError: ``ibv_post_send`` failed; also when awaited, if the request was posted after this call.
+        :raises WorkCompletionError: when awaited: the request failed, after which the connection is broken; or the
+            connection broke or was closed before the request completed.
         """
         return self._qp_for("fetch_and_add").fetch_and_add(self._region_of(remote), add, fence=fence)
 

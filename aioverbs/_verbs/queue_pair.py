@@ -345,7 +345,10 @@ class QueuePair(Connectable, QueuePairVerbs):
         return self.handle.capabilities
 
     def statistics(self) -> QueuePairStatistics:
-        """Return the `QueuePairStatistics`: current depths, and lifetime counters; all are 0 if never opened."""
+        """Return a `QueuePairStatistics`: for the send queue and the receive queue, the current depth, the numbers of
+        requests in flight and waiting for a slot, and the numbers of requests and bytes posted, of completions and of
+        failures so far. All are 0 if the queue pair was never opened.
+        """
         work = self._work
         queues = (work.send_queue, work.receive_queue) if work is not None else (None, None)
         return QueuePairStatistics(len(self._lifecycle.children), *map(WorkQueueStatistics.of, queues))
@@ -427,9 +430,11 @@ class QueuePair(Connectable, QueuePairVerbs):
         :raises ConcurrentAccessError: another thread is inside a verb on the same unlocked domain; nothing was posted.
         :raises BusyResourceError: another thread is changing the state of the queue pair; nothing was posted.
         :raises QueuePairStateError: the queue pair is not connected.
-        :raises BrokenResourceError: the queue pair is in an error state.
-        :raises VerbsError: the verb failed.
-        :raises WorkCompletionError: when the result is awaited: the bind failed.
+        :raises BrokenResourceError: the queue pair is in an error state; when the result is awaited: the completion
+            queue failed, or the queue pair was reset after an error or destroyed, before the bind completed.
+        :raises VerbsError: the verb failed; also when the result is awaited, if the request waited for a slot.
+        :raises WorkCompletionError: when the result is awaited: the bind failed, or the queue pair failed or was closed
+            before the bind completed.
         """
         return self._bind_window(window.handle, _slice(local), access, fence, False)
 

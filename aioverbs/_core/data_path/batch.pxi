@@ -99,7 +99,8 @@ cdef class Batch(SendVerbs):
         """Post all requests of the batch, once. If the send queue has too few free places, the batch waits for them.
 
         :returns: an `Operation` that completes when all requests have completed. Awaiting it returns None; if requests
-            failed, it raises a `BatchError` that names the first failure and contains the outcome of each request.
+            failed, it raises a `BatchError` that names the first failure and contains the outcome of each request. See
+            `Operation` for other exceptions of the await.
         :raises ValueError: the batch is empty, or has more requests than the send queue has places.
         :raises RuntimeError: the batch was posted before; nothing is done.
         :raises ClosedResourceError: the queue pair, or memory of a request, is closed. See `SendVerbs` for further

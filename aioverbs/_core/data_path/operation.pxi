@@ -76,8 +76,14 @@ cdef class Operation:
     it completes.
 
     Awaiting it returns the result that the method names: None, the old value of an atomic request, or a `Received`. It
-    raises `WorkCompletionError` if the request completed with an error status (`BatchError` for a batch), and
-    `BrokenResourceError` or `ClosedResourceError` if the request ended because its queue did.
+    raises one of these exceptions (see `send` for those that concern the caller):
+
+    - `WorkCompletionError`, or `BatchError` for a batch, if the request completed with an error status. The status is
+      WR_FLUSH_ERR if the request still waited for a place when the queue pair failed or was closed.
+    - `BrokenResourceError` if the request will never complete, because its completion queue failed, or its queue pair
+      was reset after an error or destroyed.
+    - `VerbsError` if the request was not posted by the method that returned the operation, but later, and the posting
+      verb failed; or `ClosedResourceError` if the queue pair could not be used by then.
 
     An operation is a `collections.abc.Coroutine`: tasks, cancel scopes and ``yield from operation.__await__()`` accept
     it. A second await raises RuntimeError, no matter which task, thread or loop makes it, and does not disturb the

@@ -632,7 +632,7 @@ cdef class SendVerbs:
     :raises VerbsError: ``ibv_post_send`` failed.
 
     Awaiting the operation raises `WorkCompletionError` if the request completed with an error status, after which the
-    queue pair is broken.
+    queue pair is broken. `Operation` lists the other exceptions of an await.
     """
 
     cdef QpWorkState _requests
@@ -1085,7 +1085,7 @@ cdef class QueuePairVerbs(SendVerbs):
 
         Messages fill receives in the order in which the receives were posted; if the receive queue is full, the request
         waits for a place. Awaiting the operation returns a `Received`; it raises `WorkCompletionError` if the receive
-        was flushed or the message did not fit.
+        was flushed or the message did not fit, or another exception that `Operation` lists.
 
         :param local: memory for the message, registered with ``LOCAL_WRITE`` and at least as long as the message: a
             `MemoryRegion`, a slice of one, or a list of at most ``max_recv_sge`` of these. None for a message of 0
@@ -1174,7 +1174,7 @@ cdef class ReceiveVerbs:
 
         If the queue is full, the request waits for a place. Awaiting the operation returns a `Received`, whose
         ``qp_num`` is the number of the queue pair that received the message; it raises `WorkCompletionError` if the
-        receive failed, for example because the message did not fit.
+        receive failed, for example because the message did not fit, or another exception that `Operation` lists.
 
         :param local: memory for the message, as for `QueuePair.receive`; None for a message of 0 bytes.
         :returns: the `Operation`.

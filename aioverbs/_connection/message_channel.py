@@ -211,7 +211,10 @@ class MessageChannel:
         self._max_message = max_message
 
     def statistics(self) -> ConnectionStatistics:
-        """Return the current counters, a `ConnectionStatistics`. All are 0 before `start` is called."""
+        """Return a `ConnectionStatistics`: the numbers of messages sent and received so far, of credits available and
+        not yet returned to the peer, of waits, and of messages that only returned credits. All are 0 before `start` is
+        called.
+        """
         credit = self._credits
         free, owed = (credit.available, credit.owed) if credit is not None else (0, 0)
         return ConnectionStatistics(self.messages_sent, self.messages_received, free, owed, self.waits, self.updates)

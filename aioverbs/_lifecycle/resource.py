@@ -117,7 +117,7 @@ class Resource(anyio.abc.AsyncResource):
     def statistics(self) -> ResourceStatistics:
         """Return the current number of open resources that were made from this one, as a `ResourceStatistics`.
 
-        Subclasses return a subclass of it with further counts.
+        Subclasses return a subclass of `ResourceStatistics` with further counts.
         """
         return ResourceStatistics(len(self._lifecycle.children))
 

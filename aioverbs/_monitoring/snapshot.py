@@ -151,7 +151,8 @@ def _node(lifecycle: Lifecycle) -> tuple[dict[str, object], list[dict[str, objec
 
 
 def _statistics(user: object) -> object:
-    """Return the statistics of a resource, an object that depends on the type of the resource.
+    """Return the statistics object that the method ``statistics`` of a resource returns; for a device, only a
+    `ResourceStatistics` with the number of its children.
 
     Return None if the resource's object was garbage-collected or is being closed.
     """

@@ -540,7 +540,9 @@ class WorkerPool(Resource):
         return isinstance(self._backend, ProcessBackend)
 
     def statistics(self) -> PoolStatistics:
-        """Return the current counts of the pool and of each of its workers, as a `PoolStatistics`."""
+        """Return a `PoolStatistics` with the current `WorkerStatistics` of each worker: how many calls wait or are in
+        flight, how many have completed, failed or been cancelled, and how many workers have died.
+        """
         return PoolStatistics(len(self._lifecycle.children), self._supervisor.statistics())
 
 

@@ -258,7 +258,10 @@ class WorkerHandle:
             self.supervisor._condition.notify()
 
     def statistics(self) -> WorkerStatistics:
-        """Return the current counts of the worker, as a `WorkerStatistics` whose totals include replaced workers."""
+        """Return a `WorkerStatistics`: how many calls of the worker wait or are in flight, how many have completed,
+        failed or been cancelled, how many workers with this number have died, and the state of the worker. The totals
+        include the workers that this one replaced.
+        """
         counts = self.counts
         return WorkerStatistics(
             self.number,
@@ -626,7 +629,9 @@ class Supervisor:
                 handle.stop()
 
     def statistics(self) -> tuple[WorkerStatistics, ...]:
-        """Return a tuple of the current counts of each worker, ordered by worker number."""
+        """Return a tuple with the current `WorkerStatistics` of each worker, such as its numbers of calls, ordered by
+        worker number.
+        """
         with self.lock:
             return tuple(handle.statistics() for handle in self._handles)
 

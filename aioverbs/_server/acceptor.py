@@ -295,7 +295,8 @@ class Acceptor:
         return addresses
 
     def statistics(self, workers: int = 0) -> ServerStatistics:
-        """Return the current counters of peers and connections, a `ServerStatistics`.
+        """Return a `ServerStatistics`: how many handshakes are in progress, how many connections are open, in total and
+        on each worker, and how many peers were accepted and refused so far.
 
         :param workers: number of workers of the pool; 0 if there is no pool.
         """

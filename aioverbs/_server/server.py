@@ -138,7 +138,9 @@ class _AcceptorResource(anyio.abc.AsyncResource):
         return self.addresses[0][1]
 
     def statistics(self) -> ServerStatistics:
-        """Return the current counters of peers and connections, a `ServerStatistics`."""
+        """Return a `ServerStatistics`: how many handshakes are in progress, how many connections are open, and how many
+        peers were accepted and refused so far.
+        """
         return self._acceptor.statistics()
 
 
@@ -461,7 +463,9 @@ class Server(_AcceptorResource):
         await self.stop()
 
     def statistics(self) -> ServerStatistics:
-        """Return the current counters of peers and connections, a `ServerStatistics`."""
+        """Return a `ServerStatistics`: how many handshakes are in progress, how many connections are open, and how many
+        peers were accepted and refused so far.
+        """
         return self._acceptor.statistics(self._pool.size if self._pool is not None else 0)
 
     async def _on_peer(self, pending: PendingPeer) -> str:

@@ -344,7 +344,8 @@ class CompletionQueue(AsyncEventSource[handles.CompletionQueue]):
         return self._moderated
 
     def statistics(self) -> CompletionQueueStatistics:
-        """Return the `CompletionQueueStatistics`: the current depth, and lifetime counters.
+        """Return a `CompletionQueueStatistics`: the current depth, the numbers of reserved entries and of work requests
+        in flight, and the numbers of completions, wakeups and awaits that polled so far.
 
         If the queue was never opened, the depth is the requested one, and the counters are 0.
         """

@@ -319,7 +319,8 @@ class SharedReceiveQueue(AsyncEventSource[handles.SharedReceiveQueue], ReceiveVe
         return self.handle.query()
 
     def statistics(self) -> SharedReceiveQueueStatistics:
-        """Return the `SharedReceiveQueueStatistics`: current depth, and lifetime counters.
+        """Return a `SharedReceiveQueueStatistics`: the current depth, the numbers of receives in flight and waiting for
+        a slot, and the numbers of receives posted and completed so far.
 
         If the queue was never opened, the depth is the requested one, and the counters are 0.
         """

@@ -232,8 +232,8 @@ cdef class NativeAllocator:
             raise ValueError(f"{address:#x} is not a piece of {self!r}: it was never allocated, or was freed")
 
     def statistics(self):
-        """Return a new `AllocatorStatistics`: the number of pieces that are allocated now, and the number of bytes that
-        these pieces take."""
+        """Return a new `AllocatorStatistics`: the number of pieces that are allocated now, and the number and sizes of
+        the memory mappings, which include memory that is kept for later pieces."""
         cdef alloc_source *source = _source_of(self)
         cdef alloc_counts counts
         with nogil:

@@ -6,9 +6,9 @@ cdef class CompletionChannel(Handle):
     :param context: the device.
     :param affinity: owner of the channel; None if any thread may use it.
     :raises ClosedResourceError: the context is closed.
-    :raises AffinityError: the caller is not the owner.
-    :raises ConcurrentAccessError: another verb is in flight on an object of the same owner.
-    :raises VerbsError: with EMFILE if no file descriptor is left; with ENOMEM if memory ran out.
+    :raises AffinityError: the caller is not the owner of the new channel.
+    :raises ConcurrentAccessError: another verb is in flight on an object of that owner.
+    :raises VerbsError: the verb failed; with EMFILE if no file descriptor is left; with ENOMEM if memory ran out.
     """
 
     def __init__(self, Context context not None, *, Affinity affinity=None):
@@ -124,11 +124,11 @@ cdef class CompletionQueue(Handle):
         thread may use the queue.
     :raises ValueError: `cqe` is less than 1, or an argument belongs to another context or another owner.
     :raises ClosedResourceError: an argument is closed.
-    :raises AffinityError: the caller is not the owner.
-    :raises ConcurrentAccessError: another verb is in flight on an object of the same owner or thread domain.
-    :raises VerbsError: with EINVAL if the device has no queue of that size or no such vector; with EOPNOTSUPP if the
-        provider lacks a feature; also if a parent domain's allocator failed: its exception is then the cause, or
-        propagates unchanged if it is not an `Exception`.
+    :raises AffinityError: the caller is not the owner of the new queue.
+    :raises ConcurrentAccessError: another verb is in flight on an object of that owner, or of the same thread domain.
+    :raises VerbsError: the verb failed; with EINVAL if the device has no queue of that size or no such vector; with
+        EOPNOTSUPP if the provider lacks a feature; also if a parent domain's allocator failed: its exception is then
+        the cause, or propagates unchanged if it is not an `Exception`.
     """
 
     def __init__(

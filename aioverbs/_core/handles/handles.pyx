@@ -369,8 +369,8 @@ cdef class Handle:
         return f"{gate_holders(&self._gate)} open objects or calls use it"
 
     def destroy(self):
-        """Destroy the object. If the object is borrowed, close only the handle; for a context, also call ``close()`` on
-        the owner that was passed to `Context.adopt`. Return None.
+        """Destroy the object, and return None. If the object is borrowed, destroy only the handle: the lender's object
+        stays open.
 
         Do nothing if the object was destroyed before, or if the handle was created in the parent process before a fork.
         The call never waits for an acknowledgement: an event that was taken and not acknowledged counts as a user of

@@ -35,9 +35,10 @@ cdef class ThreadDomain(Handle):
     :param context: the device.
     :param affinity: owner of the domain; None if any thread may use it.
     :raises ClosedResourceError: the context is closed.
-    :raises AffinityError: the caller is not the owner.
-    :raises ConcurrentAccessError: another verb is in flight on an object of the same owner.
-    :raises VerbsError: with EOPNOTSUPP if the provider has no thread domains.
+    :raises AffinityError: the caller is not the owner of the new domain.
+    :raises ConcurrentAccessError: another verb is in flight on an object of that owner.
+    :raises VerbsError: the verb, which the constructor calls, failed; with EOPNOTSUPP if the provider has no thread
+        domains.
     """
 
     cdef v.ibv_td *pointer
@@ -92,7 +93,8 @@ cdef class ParentDomain(ProtectionDomain):
     The allocator provides memory for the queues and doorbell records of the provider:
 
     - ``allocate(size, alignment, resource_type, pd, pd_context)``, with size and alignment in bytes, returns the
-      address of zeroed, aligned memory that a fork does not copy; or `USE_DEFAULT`; or None if it has no memory.
+      address of zeroed, aligned memory that a fork does not copy; or `USE_DEFAULT`, so that the provider uses its own
+      memory; or None if it has no memory, so that the verb fails with ENOMEM.
     - ``free(address, resource_type, pd, pd_context)`` takes the memory back. It is called once for each allocation,
       with the same `resource_type`.
 
@@ -106,14 +108,14 @@ cdef class ParentDomain(ProtectionDomain):
     :param td: thread domain of all objects that are created in the parent domain; None if there is none.
     :param allocator: the allocator; None for the provider's own memory.
     :param pd_context: any object, which is passed to the allocator.
-    :param affinity: owner of the domain; None for the owner of `td`. If `td` is None or has no owner, any thread may
-        use the domain.
-    :raises ValueError: `td` belongs to another context or another owner.
+    :param affinity: owner of the domain; None for the owner of `td`, if that has one. Only the owner may use the
+        domain; if there is none, any thread may use it.
+    :raises ValueError: `td` belongs to another context, or its owner is not `affinity`.
     :raises ClosedResourceError: `pd` or `td` is closed.
-    :raises AffinityError: the caller is not the owner.
-    :raises ConcurrentAccessError: another verb is in flight on an object of the same owner.
-    :raises VerbsError: with EOPNOTSUPP if the provider has no parent domains, or does not support allocators or thread
-        domains.
+    :raises AffinityError: the caller is not the owner of the new domain.
+    :raises ConcurrentAccessError: another verb is in flight on an object of that owner.
+    :raises VerbsError: the verb, which the constructor calls, failed; with EOPNOTSUPP if the provider has no parent
+        domains, or does not support allocators or thread domains.
     """
 
     cdef readonly ProtectionDomain base

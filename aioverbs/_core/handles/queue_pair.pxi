@@ -17,11 +17,11 @@ cdef class QueuePair(Handle):
     :raises ValueError: an argument is missing or not supported by the type, or belongs to another context or another
         owner.
     :raises ClosedResourceError: an argument is closed.
-    :raises AffinityError: the caller is not the owner.
-    :raises ConcurrentAccessError: another verb is in flight on an object of the same owner or thread domain.
-    :raises VerbsError: with EINVAL if the device has no queues of those depths; with EOPNOTSUPP if the device does not
-        support the type; also if a parent domain's allocator failed: its exception is then the cause, or propagates
-        unchanged if it is not an `Exception`.
+    :raises AffinityError: the caller is not the owner of the new queue pair.
+    :raises ConcurrentAccessError: another verb is in flight on an object of that owner, or of the same thread domain.
+    :raises VerbsError: the verb failed; with EINVAL if the device has no queues of those depths; with EOPNOTSUPP if the
+        device does not support the type; also if a parent domain's allocator failed: its exception is then the cause,
+        or propagates unchanged if it is not an `Exception`.
     """
 
     def __cinit__(self, *_, **__):

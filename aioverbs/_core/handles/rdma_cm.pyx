@@ -164,10 +164,10 @@ cdef class EventChannel(Handle):
 
     :param affinity: owner of the channel; None if any thread may use it.
     :raises LibraryNotFoundError: librdmacm cannot be loaded.
-    :raises AffinityError: the caller is not the owner.
-    :raises ConcurrentAccessError: another verb is in flight on an object of the same owner.
-    :raises VerbsError: with ENODEV or ENOENT if the kernel module is not loaded; with EACCES if this process may not
-        open the device file of the connection manager.
+    :raises AffinityError: the caller is not the owner of the new channel.
+    :raises ConcurrentAccessError: another verb is in flight on an object of that owner.
+    :raises VerbsError: the function failed; with ENODEV or ENOENT if the kernel module is not loaded; with EACCES if
+        this process may not open the device file of the connection manager.
     """
 
     cdef rdma_event_channel *pointer

@@ -16,10 +16,11 @@ cdef class SharedReceiveQueue(Handle):
     :raises ValueError: only one of `xrc_domain` and `cq` is given, or an argument belongs to another context or another
         owner.
     :raises ClosedResourceError: an argument is closed.
-    :raises AffinityError: the caller is not the owner.
-    :raises ConcurrentAccessError: another verb is in flight on an object of the same owner or thread domain.
-    :raises VerbsError: with EINVAL if the device has no queue of that size, or `limit` exceeds it; also if a parent
-        domain's allocator failed: its exception is then the cause, or propagates unchanged if it is not an `Exception`.
+    :raises AffinityError: the caller is not the owner of the new queue.
+    :raises ConcurrentAccessError: another verb is in flight on an object of that owner, or of the same thread domain.
+    :raises VerbsError: the verb failed; with EINVAL if the device has no queue of that size, or `limit` exceeds it;
+        also if a parent domain's allocator failed: its exception is then the cause, or propagates unchanged if it is
+        not an `Exception`.
     """
 
     def __init__(

@@ -423,10 +423,11 @@ def open_instance(context: handles.Context, shared_id: int, share_key: int) -> h
     :param shared_id: ID of the protection domain, 96 bits.
     :param share_key: secret of the protection domain, 64 bits.
     :returns: new handle of the instance, which the caller destroys.
-    :raises VerbsError: with ENOENT if no domain is shared under that ID in this context; with EACCES if the key is
-        wrong; with EXDEV if the ID belongs to another device; with EOPNOTSUPP if the provider does not support sharing;
-        with EPROTO if another process has a lease on the file of the domain, or if the file is invalid; with EMFILE if
-        too many processes share the domain; with ENOMEM if memory ran out.
+    :raises VerbsError: with ENOENT if the context can open no domain with that ID, for the reasons described there, or
+        if the sharing or the domain has ended; with EACCES if the key is wrong; with EXDEV if the ID belongs to another
+        device; with EOPNOTSUPP if the provider does not support sharing; with EPROTO if another process has a lease on
+        the file of the domain, or if the file is invalid; with EMFILE if too many processes share the domain; with
+        ENOMEM if memory ran out; or the attributes of the device cannot be read.
     :raises OSError: with EMFILE if no descriptor is left.
     :raises ClosedResourceError: the context is closed.
     """

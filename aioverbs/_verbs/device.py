@@ -94,7 +94,7 @@ class DeviceInfo:
 
 @dataclass(frozen=True)
 class DeviceStatistics(ResourceStatistics):
-    """Counts of the open objects of a device, from `Device.statistics`.
+    """Counts of a device's open objects, native thread domains and rejected calls, from `Device.statistics`.
 
     :param native_thread_domains: number of native thread domains in use.
     :param objects: pairs of an object type and the number of open objects of that type; empty for an RDMA device.
@@ -365,20 +365,19 @@ class Device(HandleResource[handles.Context]):
         return ProtectionDomain(self, self.handle, self._budget, lent=pd)
 
     def shared_protection_domain(self, shared_id: int, share_key: int) -> ProtectionDomain:
-        """Return an unopened instance of a protection domain that another context of the same device shares
-        (``ibv_share_pd``).
+        """Return an unopened instance of a protection domain that is shared under an id (``ibv_share_pd``).
 
-        On a software device, the instance can be opened on any other context of the device in this process, and on a
-        device made by `import_device`. On an RDMA device, it can be opened on the context that shares the domain
-        and on a device that `import_device` made over that context.
+        On a software device, the instance can be opened if any context of the device in this process shares the domain.
+        On an RDMA device, it can be opened if the context of this device shares the domain. In addition, a device made
+        by `import_device` can open the domain whose id was passed to `import_device`.
 
         :param shared_id: `SharedProtectionDomain.id`, 0..2**96-1.
         :param share_key: the key with which the domain was shared, 0..2**64-1.
-        :raises VerbsError: on opening: with ENOENT if no domain is shared under that id, or, on an RDMA device, if this
-            device neither shares the domain nor was made by `import_device` over the device that does; with EACCES if
-            the key is wrong; with EXDEV if the id belongs to another device; with EOPNOTSUPP if the provider does not
-            implement the verb; on a software device, with EMFILE or ENOMEM if 240 processes already use the domain or
-            its memory cannot be mapped.
+        :raises VerbsError: on opening: with ENOENT if this device cannot open a domain with that id, as described
+            above, or if the sharing or the domain has ended; with EACCES if the key is wrong; with EXDEV if the id
+            belongs to another device; with EOPNOTSUPP if the provider does not implement the verb; with EPROTO if
+            another process has a lease on the file of the domain, or the file is invalid; on a software device, with
+            EMFILE or ENOMEM if 240 processes already use the domain or its memory cannot be mapped.
         :raises OSError: on opening on an RDMA device: with EMFILE if no file descriptor is left.
         :raises ValueError: `shared_id` does not fit in 96 bits, or `share_key` does not fit in 64 bits.
         :raises TypeError: `shared_id` or `share_key` is not an integer.
@@ -515,9 +514,11 @@ class Device(HandleResource[handles.Context]):
         return log_rejections(context).refusals if isinstance(context := self.handle, SoftwareContext) else ()
 
     def statistics(self) -> DeviceStatistics:
-        """Return counts of the open objects of the device, as a `DeviceStatistics`.
+        """Return a `DeviceStatistics`: how many resources made from the device are open, how many native thread domains
+        are in use, and, for a software device, how many objects of each type are open and how many calls were rejected
+        so far because they overlapped with another one.
 
-        Counts of each object type are available for software devices only.
+        For an RDMA device, `DeviceStatistics.objects` is empty and `DeviceStatistics.overlaps` is 0.
 
         :raises ClosedResourceError: the device is not open.
         """

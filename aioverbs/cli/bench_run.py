@@ -150,7 +150,8 @@ class _Peer:
         """Close the peer process's standard input and wait until the process ends. If that takes more than 10 s, kill
         it.
 
-        A cancellation does not interrupt this call.
+        A cancel scope of anyio does not interrupt this call. `asyncio.Task.cancel` and `asyncio.timeout` do: the
+        process may then still be running.
         """
         self._stdin.close()
         try:
@@ -269,7 +270,7 @@ class _Benchmark:
         """Drop the contender ``name`` if the block raises an exception of `_FAILURES`, and add the reason to the
         report.
 
-        The exception is then suppressed; any other one is raised unchanged.
+        The exception is then suppressed; any other one propagates unchanged.
 
         :raises PeerExitedError: the peer process ended.
         :raises TimeoutError: the peer process did not confirm the end of the contender's turn.

@@ -67,16 +67,19 @@ class Outcome:
 
 
 async def demonstrate(name: str | None, size: int, messages: int) -> Outcome:
-    """Start the worker process, exchange messages with it, read its memory and stop it.
+    """Start the worker process, exchange messages with it, and read its memory. Then read from another thread and event
+    loop, which must raise AffinityError, and once more from the owner's loop, and stop the process.
 
     :param name: the device's name; None for the device in AIOVERBS_DEVICE, or for the best available one.
     :param size: number of bytes of memory to read, a multiple of 1 MiB.
     :param messages: number of round trips.
-    :returns: the outcome; wrong bytes and wrong answers are listed in its `faults`.
+    :returns: the outcome. Its `faults` are strings that say what went wrong without an exception: wrong answers, wrong
+        bytes, or a read from the other loop that raised no AffinityError or changed memory.
     :raises DeviceNotFoundError: no device has that name.
     :raises OSError: the device is unusable, or the worker process cannot be started or connected to.
     :raises ValueError: an environment variable of the software device, or the address in its name, is invalid.
     :raises BrokenResourceError: the worker process ended, or the connection to it broke.
+    :raises anyio.EndOfStream: the worker process closed the connection.
     :raises WorkCompletionError: a read failed.
     """
     async with contextlib.AsyncExitStack() as stack:

@@ -115,7 +115,7 @@ def _verdict(usable: bool) -> str:
 
 
 def _device(device: Device, usable: bool) -> Iterator[str]:
-    """Yield the report's lines about an RDMA device, its ports and their GIDs.
+    """Yield the report's lines about an RDMA device, its ports and their GIDs, each as a string.
 
     :param usable: whether the diagnosis says that the device is usable.
     """
@@ -127,8 +127,9 @@ def _device(device: Device, usable: bool) -> Iterator[str]:
 
 
 def _findings(diagnosis: Diagnosis, subject: str, indent: str = "  ") -> Iterator[str]:
-    """Yield the report's lines about those findings whose subject is ``subject``: a device name or ``"system"``.
+    """Yield the report's lines about those findings whose subject is ``subject``, each as a string.
 
+    :param subject: a device name, ``"soft0"`` or ``"system"``.
     :param indent: text before each line.
     """
     for finding in diagnosis.findings:
@@ -137,7 +138,9 @@ def _findings(diagnosis: Diagnosis, subject: str, indent: str = "  ") -> Iterato
 
 
 def _finding(finding: Finding) -> Iterator[str]:
-    """Yield the report's lines about a finding: its severity and message, its commands, and its hint if it has one."""
+    """Yield the report's lines about a finding, each as a string: its severity and message, its commands, and its hint
+    if it has one.
+    """
     yield f"{click.style(finding.severity.value, fg=_COLOURS[finding.severity], bold=True)}: {finding.message}"
     yield from (f"    {command}" for command in finding.commands)
     if finding.hint is not None:

@@ -71,8 +71,8 @@ class Histogram:
         return self.maximum
 
     def rows(self, max_rows: int = 20) -> list[tuple[int, int, int]]:
-        """Return the rows of a bar chart in ascending order: for each row its first value, its end (exclusive) and its
-        count.
+        """Return the rows of a bar chart in ascending order: for each row a tuple of its first value, its end
+        (exclusive) and its count.
 
         A row covers an eighth, a quarter, a half or the whole of a power of two: the narrowest that needs at most
         `max_rows` rows. If even rows of a whole power of two are more than that, all of them are returned. Rows between
@@ -89,7 +89,7 @@ class Histogram:
         return list(self._merge_buckets(first // width, last // width, width))
 
     def _merge_buckets(self, first: int, last: int, width: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the rows that `rows` returns: first value, end (exclusive) and count of each.
+        """Yield the rows that `rows` returns: for each a tuple of its first value, its end (exclusive) and its count.
 
         :param first: number of the first row, in units of ``width``.
         :param last: number of the last row, in units of ``width``.

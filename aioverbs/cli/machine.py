@@ -314,8 +314,8 @@ def _loadable(folder: Path) -> frozenset[str] | None:
 
 
 def _hardware(folder: Path) -> Iterator[str]:
-    """Yield the name of a kernel module for each PCI function that is known RDMA hardware. A device can have several
-    functions, so that a name may occur several times.
+    """Yield the name of the kernel module that drives each PCI function of known RDMA hardware (by NVIDIA and Amazon),
+    whether or not the module is loaded. A name occurs once for each function.
 
     :param folder: folder of the PCI devices in sysfs.
     """

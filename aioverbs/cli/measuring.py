@@ -123,8 +123,8 @@ def turn_seconds(seconds: float, count: int, contenders: int, rounds: int = ROUN
 
 
 def turn_order(names: Sequence[str], rounds: int = ROUNDS) -> Iterator[tuple[int, str]]:
-    """Yield the round number and the contender's name for each turn. Each contender has one turn per round, and the
-    contender that begins changes from round to round.
+    """Yield, for each turn, a tuple of the round number, from 0, and the contender's name. Each contender has one turn
+    per round, and the contender that begins changes from round to round.
 
     A disturbance of the machine therefore affects all contenders alike, and no contender always follows the same one.
     """

@@ -45,13 +45,14 @@ class PingRequest:
             raise ValueError(f"`size` must be from {SMALLEST} to {LARGEST:,} bytes, got {self.size:,}")
 
     def pack(self) -> bytes:
-        """Return the request encoded as a message."""
+        """Return the request encoded as bytes: the first message that the client of `aioverbs ping` sends."""
         return json.dumps({"aioverbs-ping": _VERSION, **asdict(self)}).encode()
 
     @classmethod
     def parse(cls, message: bytes) -> "PingRequest":
-        """Decode a message.
+        """Decode the first message that a client sent: the bytes that `pack` returned there.
 
+        :param message: the message.
         :returns: the request that the message contains.
         :raises ValueError: the message is not a request of this version, or a field is invalid.
         """
@@ -69,20 +70,25 @@ class PingRequest:
 
 
 def pack_accepted() -> bytes:
-    """Return the message that accepts a request."""
+    """Return, as bytes, the message with which the server of `aioverbs ping` accepts a `PingRequest`.
+
+    The client passes it to `check_answer`.
+    """
     return json.dumps({"aioverbs-ping": _VERSION}).encode()
 
 
 def pack_refused(reason: str) -> bytes:
-    """Return the message that refuses a request.
+    """Return, as bytes, the message with which the server of `aioverbs ping` refuses a `PingRequest`.
 
-    :param reason: the reason, of which at most the first 125 characters are sent.
+    The client passes it to `check_answer`, which then raises `PingRefusedError`.
+
+    :param reason: text for the message of that exception, of which at most the first 125 characters are sent.
     """
     return json.dumps({"aioverbs-ping": _VERSION, "refused": reason[: _MAX_MESSAGE // 8]}).encode()
 
 
 def check_answer(message: bytes) -> None:
-    """Check that an answer accepts the request.
+    """Check that the server's answer, from `pack_accepted` or `pack_refused`, accepts the request.
 
     :param message: the answer.
     :raises PingRefusedError: the server refused the request, or the message is not an answer of this version.
@@ -98,7 +104,7 @@ def check_answer(message: bytes) -> None:
 
 
 def _parse_object(message: bytes) -> dict[str, object]:
-    """Decode a message that is a JSON object; return its fields.
+    """Decode a request or an answer, which is a JSON object, and return its fields as a dict.
 
     :raises ValueError: the message has more than 1,000 bytes, or is not a JSON object.
     """

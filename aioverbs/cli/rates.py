@@ -60,7 +60,7 @@ class ResourceSample:
         return {name: sum(self.statistic(path) for path in paths) for name, paths in counters.items()}
 
     def walk(self) -> Iterator["ResourceSample"]:
-        """Yield this resource and all its descendants, each before its own descendants."""
+        """Yield this `ResourceSample` and those of all descendants, each before its own descendants."""
         yield self
         for child in self.children:
             yield from child.walk()
@@ -96,7 +96,7 @@ class Sample:
         return cls(time_ns, _checked(fields.get("truncated"), bool, "truncated"), devices)
 
     def walk(self) -> Iterator[ResourceSample]:
-        """Yield all resources: each device, followed by its descendants."""
+        """Yield a `ResourceSample` for each resource: each device, followed by its descendants."""
         for device in self.devices:
             yield from device.walk()
 

@@ -65,7 +65,10 @@ def _table(report: Report) -> Table:
 
 
 def _rows(node: ResourceRates, stem: str, below: str) -> Iterator[tuple[str | Text, ...]]:
-    """Yield the cells of a resource's row, followed by the rows of its descendants.
+    """Yield a tuple of cells for a resource's row, then one for each row of its descendants.
+
+    Descendants without a row of their own share one row for each kind, with their number; the tuple of such a row has
+    only two cells.
 
     :param stem: tree lines to draw in front of the resource's name.
     :param below: tree lines to draw in front of the names of its descendants.
@@ -91,7 +94,7 @@ def _has_own_row(node: ResourceRates) -> bool:
 
 
 def _numbers(node: ResourceRates) -> Iterator[str]:
-    """Yield the text of each rate in `_RATES`; the text is empty if the resource has no such rate."""
+    """Yield each rate in `_RATES` as a string, which is empty if the resource has no such rate."""
     for name in _RATES:
         rate = (node.rates or {}).get(name)
         yield quantity(rate) if rate is not None else ""

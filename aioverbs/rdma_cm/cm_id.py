@@ -42,6 +42,7 @@ async def look_up(host: str, port: int) -> Address:
     :param port: port, 0..65535, which the caller has checked.
     :returns: the address, as a tuple that `socket.getaddrinfo` returned.
     :raises OSError: the name cannot be resolved.
+    :raises ValueError: `host` cannot be a host name, for example because a label of it is too long (`UnicodeError`).
     """
     try:  # a numeric address needs no resolver
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
@@ -253,7 +254,9 @@ class Identifier(HandleResource[core.Identifier]):
     async def resolve(self, host: str, port: int, *, source: str | None = None, timeout_s: float | None = 5.0) -> None:
         """Resolve the address of a peer and the route to it: ``rdma_resolve_addr`` and ``rdma_resolve_route``.
 
-        If resolving fails, times out or is cancelled, the identifier can only be closed.
+        After `connect` was rejected, this may be called again, and first replaces the rdma_cm_id with a new one. Unless
+        an exception below says otherwise, the identifier can only be closed after this fails, times out or is
+        cancelled.
 
         :param host: address or host name of the peer; the first address of a name is used.
         :param port: port of the peer, 0..65535.
@@ -262,9 +265,10 @@ class Identifier(HandleResource[core.Identifier]):
         :raises UnreachableError: there is no route to the address, or no RDMA device for the route.
         :raises TimeoutError: the address or route was not resolved within `timeout_s`.
         :raises OSError: a host name cannot be resolved.
-        :raises ValueError: `port` is out of range; nothing was done.
-        :raises VerbsError: after a rejection, ``rdma_create_id`` is called again; it failed, and the identifier is
-            unchanged. Or reading events from the channel failed.
+        :raises ValueError: `port` is out of range; nothing was done. Also if `host` or `source` cannot be a host name,
+            for example because a label of it is too long.
+        :raises VerbsError: reading events from the channel failed. Also if replacing the rdma_cm_id failed after a
+            rejection: the identifier is then unchanged, and this may be called again.
         :raises QueuePairStateError: the identifier is already resolved or connected, or came from a listener; nothing
             was done.
         :raises BrokenResourceError: an earlier call failed; or an unexpected event arrived, or the device was removed
@@ -334,7 +338,9 @@ class Identifier(HandleResource[core.Identifier]):
     ) -> bytes:
         """Connect a queue pair to the peer: ``rdma_connect``, ``rdma_init_qp_attr``, ``rdma_establish``.
 
-        This moves the queue pair from RESET or INIT to RTS. Receives may be posted in INIT before this call.
+        This moves the queue pair from RESET or INIT to RTS. Receives may be posted in INIT before this call. Unless
+        the peer rejects the connection or nothing was done, the identifier can only be closed after this fails, times
+        out or is cancelled.
 
         :param qp: queue pair of type RC on the device `device_name`.
         :param access: operations that the peer may perform, as for `QueuePair.connect`; None for none, or in INIT for
@@ -357,7 +363,8 @@ class Identifier(HandleResource[core.Identifier]):
             long; nothing was done. When connecting again, also if the new route uses another device: the identifier can
             then only be closed.
         :raises TypeError: the value of a numeric attribute is not an integer; nothing was done.
-        :raises VerbsError: a verb failed; with EOPNOTSUPP if the queue pair belongs to the software device.
+        :raises VerbsError: a verb failed; with EOPNOTSUPP if the queue pair belongs to the software device;
+            nothing was done in this case.
         :raises QueuePairStateError: the identifier is not resolved, or was already connected; nothing was done.
         :raises BrokenResourceError: an earlier call failed for a reason other than a rejection, so that the identifier
             can only be closed; or the peer disconnected, the device was removed, or the queue pair failed during the
@@ -409,7 +416,8 @@ class Identifier(HandleResource[core.Identifier]):
         """Accept the connection that the peer requested: ``rdma_init_qp_attr``, ``rdma_accept``.
 
         This moves the queue pair from RESET or INIT to RTS and waits for the peer's confirmation. Receives that the
-        peer needs immediately must be posted in INIT before this call.
+        peer needs immediately must be posted in INIT before this call. Unless nothing was done, the identifier can only
+        be closed after this fails, times out or is cancelled.
 
         :param qp: queue pair of type RC on the device `device_name`.
         :param access: operations that the peer may perform, as for `QueuePair.connect`; None for none, or in INIT for
@@ -426,7 +434,8 @@ class Identifier(HandleResource[core.Identifier]):
         :raises ValueError: the queue pair is not of type RC or belongs to another device, or `private_data` is too
             long; nothing was done.
         :raises TypeError: the value of a numeric attribute is not an integer; nothing was done.
-        :raises VerbsError: a verb failed; with EOPNOTSUPP if the queue pair belongs to the software device.
+        :raises VerbsError: a verb failed; with EOPNOTSUPP if the queue pair belongs to the software device;
+            nothing was done in this case.
         :raises QueuePairStateError: the identifier is not a pending request of a listener; nothing was done.
         :raises BrokenResourceError: an earlier call failed; or the peer disconnected, the device was removed, or the
             queue pair failed during the call.

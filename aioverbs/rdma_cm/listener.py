@@ -156,6 +156,7 @@ class Listener(HandleResource[core.Identifier]):
 
         :returns: the listener itself, to be closed by the caller.
         :raises OSError: the host name cannot be resolved.
+        :raises ValueError: the host cannot be a host name, for example because a label of it is too long.
         :raises VerbsError: with EADDRINUSE if the address is in use, with EADDRNOTAVAIL if this machine does not have
             it, with ENODEV if no RDMA device has it.
         :raises ClosedResourceError: the channel is closed, or the listener was opened before.

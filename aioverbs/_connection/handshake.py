@@ -128,7 +128,7 @@ class Hello:
     nonce: bytes
 
     def pack(self) -> bytes:
-        """Return the encoded message, header included. The encoding is the same in every version."""
+        """Return the HELLO message as bytes, header included. The encoding is the same in every version."""
         return _encode(MessageType.HELLO, _HELLO.pack(self.oldest, self.newest, self.secret, self.nonce), self.oldest)
 
     @classmethod
@@ -136,7 +136,7 @@ class Hello:
         """Decode the body of a HELLO message. Ignore additional bytes, which a later version may have.
 
         :param body: the message without its header.
-        :returns: the decoded message.
+        :returns: the message as a new `Hello`.
         :raises HandshakeError: the body is not valid.
         """
         if len(body) < _HELLO.size:
@@ -182,7 +182,7 @@ class Offer:
             raise ValueError(f"`max_message` must be from 1 to 2**64 - 1 bytes, got {self.max_message}")
 
     def pack(self) -> bytes:
-        """Return the encoded body of an OFFER message, without its header and proof.
+        """Return the body of an OFFER message as bytes, without the header of the message and without the proof.
 
         The name of the device is cut off after 64 bytes.
         """
@@ -243,7 +243,7 @@ class Reject:
     text: str = ""
 
     def pack(self) -> bytes:
-        """Return the encoded message, header included. The encoding is the same in every version.
+        """Return the REJECT message as bytes, header included. The encoding is the same in every version.
 
         The text is cut off after 200 bytes.
 
@@ -256,7 +256,7 @@ class Reject:
         """Decode the body of a REJECT message.
 
         :param body: the message without its header.
-        :returns: the decoded message.
+        :returns: the message as a new `Reject`.
         :raises HandshakeError: the body is not valid.
         """
         if not 2 <= len(body) <= 2 + _MAX_TEXT_BYTES:
@@ -441,7 +441,7 @@ class Handshake:
 
 
 def encode_reject(error: HandshakeError) -> bytes:
-    """Return the encoded REJECT message of an end that refuses its peer because of `error`.
+    """Return, as bytes, the REJECT message with which an end refuses its peer because of `error`.
 
     If the error is confidential, the message contains no text: the peer learns only the reason.
     """

@@ -89,7 +89,7 @@ class GrantNotice(NamedTuple):
     access: AccessFlags
 
     def pack(self) -> bytes:
-        """Return the encoded notice, which is the payload of a GRANT message."""
+        """Return the notice encoded as bytes, the payload of a GRANT message."""
         return _GRANT.pack(self.address, self.length, self.rkey, self.access)
 
     @classmethod

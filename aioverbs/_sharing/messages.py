@@ -96,7 +96,7 @@ class Request:
         return cls(shared_id, nonce, proof)
 
     def pack(self) -> bytes:
-        """Return the encoded message, which is ``SIZE`` bytes long."""
+        """Return the request encoded as ``SIZE`` bytes, which `parse` decodes."""
         return _HEAD.pack(_MAGIC, _VERSION, 0) + self.shared_id.to_bytes(ID_BITS // 8) + self.nonce + self.proof
 
     @classmethod
@@ -164,7 +164,7 @@ class Reply:
         return self.device.encode()[:_NAME].ljust(_NAME, b"\0") + self.pd_handle.to_bytes(4)
 
     def pack(self) -> bytes:
-        """Return the encoded message, which is ``SIZE`` bytes long."""
+        """Return the reply encoded as ``SIZE`` bytes, which `parse` decodes."""
         return _HEAD.pack(_MAGIC, _VERSION, self.status) + self._body() + self.proof
 
     @classmethod

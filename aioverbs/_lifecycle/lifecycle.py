@@ -120,7 +120,8 @@ class ResourceInfo:
         return ", ".join([*parts, f"opened at {self.created}"])
 
     def _lines(self, indent: str) -> Iterator[str]:
-        """Yield one line of text for the resource and for each resource made from it, indented by level.
+        """Yield one line, a string without a line break, for the resource and for each resource made from it, indented
+        by level.
 
         :param indent: spaces before the first line.
         """
@@ -324,7 +325,9 @@ class Lifecycle:
         self._handles.append(handle)
 
     def hold_below(self, handle: Destroyable) -> None:
-        """Add a handle. Closing the resource destroys it after all handles that were added earlier."""
+        """Add a handle that is destroyed when the resource is closed, after all other handles; only a handle of a later
+        call to this method is destroyed after it.
+        """
         self._handles.insert(0, handle)
 
     def attach(self, handle: Destroyable) -> None:

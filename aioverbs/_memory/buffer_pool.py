@@ -109,7 +109,8 @@ class _FreeList:
         return LeasedBuffer(block, pins, pool, self, number)
 
     def return_if_idle(self, number: int) -> None:
-        """Return a buffer to the free list if it has been released and no work request in flight uses it.
+        """Return a buffer to the free list if it has been released and no work request in flight uses it, then serve
+        the tasks that are waiting for a buffer.
 
         Do nothing if the buffer was returned before. If its slab is closed, only remove the lease.
 
@@ -289,7 +290,9 @@ class LeasedBuffer(RegionSlice):
         return f"<{type(self).__name__} of {self.length} bytes ({state})>"
 
     def release(self) -> None:
-        """Return the buffer to its pool. This can be called from any thread; further calls do nothing.
+        """Return the buffer to its pool, which leases it to the task that has waited longest, if any.
+
+        This can be called from any thread; further calls do nothing.
 
         Work requests in flight that use the buffer continue, and the pool leases the buffer again only after they have
         completed. A further request that uses the buffer raises `ClosedResourceError`.

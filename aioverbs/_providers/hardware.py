@@ -40,7 +40,7 @@ def open_context(name: str) -> handles.Context:
     :raises DeviceNotFoundError: there is no RDMA device with that name.
     :raises LibraryNotFoundError: libibverbs cannot be loaded, or lacks a verb.
     :raises VerbsError: the device cannot be opened. If its device file exists and cannot be opened, this has the errno
-        of that, for example EACCES.
+        of that, for example EACCES, EPERM or EMFILE.
     """
     try:
         return handles.Context.open_device(name)

@@ -96,7 +96,8 @@ def check_node(verb: str, node: Path) -> None:
 
     :param verb: name of the verb, for the error.
     :param node: path of the device file.
-    :raises VerbsError: the file exists but cannot be opened; with the errno of that, for example EACCES.
+    :raises VerbsError: the file exists but cannot be opened; with the errno of that, for example EACCES, EPERM
+        or EMFILE.
     """
     number = try_open(node)
     if number not in (0, errno.ENOENT):

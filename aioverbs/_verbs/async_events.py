@@ -274,13 +274,15 @@ class EventPump:
         self._stop_waking_if_unused(watcher.loop)
 
     async def drain(self) -> None:
-        """Stop receiving events (see `stop`), as the first step of closing the device. Does not wait for anything."""
+        """Stop receiving events and end all iterations over them, as `stop` does, without waiting for anything. Closing
+        the device awaits this.
+        """
         self.stop()
 
     def stop(self) -> None:
-        """End all iterations and stop waking event loops, so that no further event is received.
+        """End all iterations over events and stop waking event loops, so that no further event is received.
 
-        Can be called from any thread.
+        This can be called from any thread.
         """
         for listener in self._listeners:
             listener.notify(None)

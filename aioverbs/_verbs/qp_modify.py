@@ -518,7 +518,8 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         :raises ClosedResourceError: the queue pair is not open.
         :raises AffinityError: another event loop owns the queue pair; nothing was done.
         :raises BusyResourceError: another thread is changing the state of the queue pair; nothing was done.
-        :raises ConcurrentAccessError: another thread is inside a verb on the same unlocked domain; nothing was done.
+        :raises ConcurrentAccessError: another thread is inside a verb on the same unlocked domain; nothing was done, or
+            the state is now INIT, and not all receives for `QueuePair.messages` were posted.
         """
         self._max_dest_rd_atomic = changes.get(
             "max_dest_rd_atomic", self._max_dest_rd_atomic

@@ -125,8 +125,8 @@ class Monitor:
         """End the monitoring, unless another monitor in this process is open or AIOVERBS_MONITOR is 1.
 
         When the last monitor is closed, this waits for the thread that serves the socket, but at most 5 s; if the
-        thread has not ended by then, an error is logged. Closing a closed monitor does nothing. A cancellation does not
-        interrupt this call.
+        thread has not ended by then, an error is logged. Closing a closed monitor does nothing. A cancel scope of
+        anyio does not interrupt this call. `asyncio.Task.cancel` does: the thread then ends later.
         """
         process, self._process, self._path = self._process, 0, None
         if process != os.getpid():  # never opened, or opened by the parent process

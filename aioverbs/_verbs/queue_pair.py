@@ -510,10 +510,11 @@ class _Flusher:
     async def flush(self) -> None:
         """If work requests are in flight, move the queue pair to ERR and wait until all of them have completed.
 
-        Requests that are still waiting for a slot are not posted. Wait for at most 10 s; a cancellation does not
-        shorten this. If requests are left after that, log a warning; `destroy` abandons them. Do not wait if the verb
-        fails or if no event loop dispatches the completions. A queue pair with a shared receive queue is moved to ERR
-        in any case, and its completion queue is polled.
+        Requests that are still waiting for a slot are not posted. Wait for at most 10 s; a cancel scope of anyio does
+        not shorten this, but `asyncio.Task.cancel` ends the wait. If requests are left after 10 s, log a warning;
+        `destroy` abandons all that are left. Do not wait if the verb fails or if no event loop dispatches the
+        completions. A queue pair with a shared receive queue is moved to ERR in any case, and its completion queue is
+        polled.
 
         :raises RuntimeError: there is something to wait for, and no asyncio event loop is running.
         """

@@ -784,7 +784,7 @@ class MessageChannel:
         """Post an RDMA write of 0 bytes. When it completes, the peer's device has received all earlier sends.
 
         :returns: an operation, which the caller awaits or keeps. Awaiting it raises `WorkCompletionError` if the peer's
-            device does not answer.
+            device does not answer, or another exception that `Operation` lists.
         :raises ClosedResourceError: the queue pair is closed.
         :raises BrokenResourceError: the queue pair is in ERR.
         :raises Exception: any other exception that `QueuePair.write` raises.

@@ -64,7 +64,7 @@ class SendBuffers:
         :param probe: function that posts a request that completes after all earlier sends. That request is awaited
             instead if a cancelled caller has already awaited the send, as an operation can be awaited only once.
         :raises WorkCompletionError: the send or the probe completed with an error.
-        :raises Exception: whatever `probe` raises.
+        :raises Exception: whatever `probe` raises, or another exception that `Operation` lists for an await.
         """
         operation = self._in_flight[0][0]
         if operation is self._awaited:

@@ -134,6 +134,7 @@ class InterchangeableDomain(Domain):
         :raises ClosedResourceError: on opening: this domain or `td` is not open.
         :raises ValueError: on opening: `td` is native and belongs to another device.
         :raises AffinityError: on opening: another event loop owns `td`.
+        :raises ConcurrentAccessError: on opening: another verb is in progress on an object of the owner of `td`.
         :raises VerbsError: on opening: the verb failed; with EOPNOTSUPP, also if `require_native` cannot be met.
         """
         return ParentDomain(self, td, allocator, context, require_native=require_native)
@@ -340,6 +341,7 @@ class ParentDomain(InterchangeableDomain):
     :raises TypeError: `pd` or `td` is of another type, or `allocator` lacks the methods of `Allocator`.
     :raises ValueError: on opening: `td` is native and belongs to another device.
     :raises AffinityError: on opening: another event loop owns `td`.
+    :raises ConcurrentAccessError: on opening: another verb is in progress on an object of the owner of `td`.
     :raises VerbsError: on opening: the verb failed; with EOPNOTSUPP, also if `require_native` cannot be met.
     """
 

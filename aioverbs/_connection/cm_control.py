@@ -40,7 +40,7 @@ class SharedChannel:
         self._users = 1
 
     async def open(self) -> None:
-        """Open the event channel. Call once.
+        """Open the event channel. Call this only once.
 
         :raises LibraryNotFoundError: librdmacm is not installed.
         :raises VerbsError: the kernel module rdma_ucm is not loaded, or the process may not use it.

@@ -83,7 +83,7 @@ class ControlChannel(Protocol):
         """
 
     def watch(self, on_lost: Callable[[Exception], object]) -> None:
-        """Call `on_lost` with an exception, the cause, when the peer is gone; immediately if it is already gone."""
+        """Call `on_lost` with the cause, an exception, once the peer is gone; within this call if it already is."""
 
     def unwatch(self) -> None:
         """Stop watching: the callback passed to `watch` is no longer called."""

@@ -70,7 +70,7 @@ WHOLE = FrameKind.DATA << _KIND_AT | FIRST | LAST
 
 
 def header(kind: FrameKind, flags: int = 0, returned: int = 0, number: int = 0) -> int:
-    """Return the header of a message, encoded as immediate data of 32 bits. The arguments are not checked.
+    """Return the header of a message, encoded as 32-bit immediate data. The arguments are not checked.
 
     :param kind: kind of the message.
     :param flags: any of FIRST, LAST and HAS_IMMEDIATE.

@@ -135,7 +135,7 @@ class _QueueMemory(Registered):
 
 
 def register_queue_memory(lifecycle: Lifecycle, pd: handles.ProtectionDomain, size: int) -> RegionSlice:
-    """Allocate memory that the device writes for a queue, and register it until the queue is closed.
+    """Allocate memory that the device writes to on behalf of a queue, and register it until the queue is closed.
 
     :param lifecycle: node of the queue, which deregisters the memory after its own handles are destroyed.
     :param pd: protection domain that the memory is registered with.

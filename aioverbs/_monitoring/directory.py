@@ -91,7 +91,7 @@ class MonitorDirectory:
         return PermissionError(EACCES, f"{what} with AIOVERBS_MONITOR_DIRECTORY", str(self.path))
 
     def close(self) -> None:
-        """Close the directory's descriptor. Call once."""
+        """Close the directory's descriptor. Call this only once."""
         os.close(self._fd)
 
     def __enter__(self) -> "MonitorDirectory":

@@ -164,8 +164,8 @@ def monitor() -> Monitor:
 def start_if_enabled() -> None:
     """Let other processes monitor this one until it ends, if AIOVERBS_MONITOR is 1. A failure is logged as a warning.
 
-    Only the first call in a process that finds the variable set to a value other than ``0`` has an effect; a value
-    other than ``1`` is logged as a warning.
+    Only the first call in a process that finds the variable set to a value other than ``0`` has an effect; any value
+    other than ``0`` or ``1`` is logged as a warning.
     """
     global _environment_was_read
     text = os.environ.get("AIOVERBS_MONITOR", "")

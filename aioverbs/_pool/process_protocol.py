@@ -138,7 +138,9 @@ class Link(asyncio.Protocol):
         self.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Complete the future ``disconnected``. asyncio calls this when this end or the other one has been closed."""
+        """Complete the future ``disconnected`` with None. asyncio calls this when this end or the other one has been
+        closed.
+        """
         self._transport = None
         if not self.disconnected.done():
             self.disconnected.set_result(None)

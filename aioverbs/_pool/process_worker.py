@@ -217,7 +217,7 @@ class ProcessWorker(WorkerHandle):
     # ---- Process
 
     def start(self) -> None:
-        """Start a task that spawns the process and communicates with it. Call on the owner's loop.
+        """Start a task that spawns the process and communicates with it. Call this on the owner's loop.
 
         :raises RuntimeError: the owner's loop is closed.
         """
@@ -348,7 +348,7 @@ class ProcessWorker(WorkerHandle):
         self.call_on_loop(self._request_stop)
 
     def _request_stop(self) -> None:
-        """Tell the worker to end if it is ready, else kill its process. Call on the owner's loop."""
+        """Tell the worker to end if it is ready, else kill its process. Call this on the owner's loop."""
         if self.is_ready and self._link is not None:
             self._link.send(FrameType.STOP)
         else:
@@ -388,7 +388,7 @@ class ProcessWorker(WorkerHandle):
     def send_call(self, call: _ProcessCall) -> None:
         """Send a call to the process; if the call was withdrawn, end it as cancelled in the next turn of the loop.
 
-        Call on the owner's loop, with or without the supervisor's lock.
+        Call this on the owner's loop, with or without the supervisor's lock.
         """
         if call.is_withdrawn:
             self._loop.call_soon(self.on_done, call, None, call.cancellation())

@@ -492,7 +492,8 @@ class Supervisor:
         self._condition.notify()
 
     def _replace(self, handle: WorkerHandle) -> WorkerHandle:
-        """Make a new worker that takes the place of a dead one, and move waiting calls to it. Call with the lock.
+        """Make a new worker that takes the place of a dead one, and move waiting calls to it. The caller must hold the
+        lock.
 
         :param handle: handle of the dead worker.
         :returns: handle of the new worker, which is not started yet.
@@ -598,7 +599,7 @@ class Supervisor:
         return [f"{handle!r} with {len(handle.calls)} calls" for handle in self._live_handles() if not handle.kill()]
 
     def _unjoined(self, timeout_s: float) -> list[WorkerHandle]:
-        """Block until the threads and processes of ended workers are gone. Call with the lock.
+        """Wait until the threads and processes of ended workers are gone. The caller must hold the lock.
 
         :param timeout_s: maximum time to wait for each worker, in seconds.
         :returns: list of the handles of the workers whose threads or processes still exist.

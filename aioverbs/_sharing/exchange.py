@@ -86,7 +86,7 @@ class ReceivedShare:
         return context
 
     def close(self) -> None:
-        """Close the received descriptor for the commands of the context. Call once. Imported contexts have descriptors
+        """Close the received descriptor for the commands of the context. Call this only once. Imported contexts have descriptors
         of their own.
         """
         os.close(self._command)

@@ -137,8 +137,8 @@ class Reply:
 
     @classmethod
     def make(cls, request: Request, share_key: int, device: str, pd_handle: int) -> "Reply":
-        """Return a new `Reply` that grants a request, including its proof. The caller has checked the proof of the
-        request.
+        """Return a new `Reply`, complete with the reply's proof, that grants a request. The caller has checked the
+        proof of the request.
 
         :param request: the request.
         :param share_key: secret of the protection domain, 64 bits.

@@ -195,7 +195,7 @@ class _InstanceLock:
         self.close()
 
     def close(self) -> None:
-        """Release the lock, without marking the domain as ended in the file. Call once."""
+        """Release the lock, without marking the domain as ended in the file. Call this only once."""
         os.close(self._file)
 
 

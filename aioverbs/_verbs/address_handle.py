@@ -47,7 +47,7 @@ class AddressHandle(HandleResource[handles.AddressHandle]):
 
         On RDMA devices the kernel resolves the address of the next hop, which takes seconds if the next hop does not
         answer. A helper thread therefore calls the verb, as in `QueuePair.establish`, and the event loop is not
-        blocked. A cancellation is raised only after the verb has ended; the address handle is then closed. If this
+        blocked. A cancellation is raised only after the verb has ended; the address handle is then closed. If opening
         fails, the address handle stays unopened.
 
         :returns: the address handle itself, to be closed by the caller.

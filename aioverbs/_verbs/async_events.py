@@ -268,7 +268,7 @@ class EventPump:
         return watcher
 
     def unwatch(self, watcher: "_Watcher") -> None:
-        """Unregister a watcher that `watch` returned. Call on the event loop that called `watch`."""
+        """Unregister a watcher that `watch` returned. Call this on the event loop that called `watch`."""
         with self._lock:
             self._watchers = tuple(other for other in self._watchers if other is not watcher)
         self._stop_waking_if_unused(watcher.loop)

@@ -181,7 +181,7 @@ def _table_of(qp_type: QpType) -> dict[tuple[QpState, QpState], TransitionRule]:
 def reachable(qp_type: QpType, state: QpState) -> tuple[QpState, ...]:
     """Return a tuple of the states that can be reached by one transition, in the order of `QpState`.
 
-    The current state is included if attributes can be changed in it.
+    The current state is included if attributes can be changed without leaving it.
 
     :param qp_type: type of the queue pair.
     :param state: current state.

@@ -151,8 +151,8 @@ class ResourceDomain(InterchangeableDomain):
         A plain function is called between the tasks of the owner's loop; a coroutine function is awaited in a task of
         its own. The function runs with the caller's context variables. If the domain has no owner, or the caller is on
         the owner's loop, the function is called directly. If the caller is cancelled, the function is cancelled once,
-        and the caller still waits until the function has ended. Then the cancellation is raised, or the exception that
-        the function raised because of it. Other exceptions that the function raises propagate unchanged.
+        and the caller still waits until the function has ended. It then raises the cancellation, or the exception that
+        the function raised in response to it. Other exceptions that the function raises propagate unchanged.
 
         :param function: function or coroutine function to call.
         :param args: positional arguments of the function.

@@ -103,7 +103,7 @@ class ThreadDomain(Resource):
     def _open(self) -> None:
         """Create the thread domain.
 
-        If no native one is available and ``require_native`` is False, log a warning and continue without one.
+        If no native thread domain is available and ``require_native`` is False, log a warning and continue without one.
 
         :raises VerbsError: the verb failed; with ``require_native``, also if no native thread domain is left.
         """

@@ -64,7 +64,7 @@ class Diagnosis:
 
 
 def _error(code: str, subject: str, message: str, *commands: str, hint: str | None = None) -> Finding:
-    """Return a `Finding` of severity ERROR about ``subject``, which is unusable because of it.
+    """Return a `Finding` of severity ERROR: a problem that makes ``subject`` unusable.
 
     :param commands: shell commands that fix the problem.
     :param hint: further advice; None if there is none.

@@ -228,6 +228,7 @@ async def _ping_peer(
     :param interval_s: seconds between the starts of two requests.
     :param timeout_s: seconds after which an answer counts as lost.
     :param device: name of the device; None for the default device.
+    :param transport: how the connection is set up: ``"auto"``, ``"tcp"`` or ``"rdmacm"``.
     :param size: bytes of each request.
     :returns: the exit status: OK if all requests were answered, NO if an answer was lost or no request was made,
         INTERRUPTED if a signal arrived before the connection was established.
@@ -292,7 +293,7 @@ class _JsonOutput:
     def show_summary(self, tally: "Tally", seconds: float) -> None:
         """Print the results of all requests.
 
-        :param seconds: duration of all requests together.
+        :param seconds: time from the first request to the end of the last one.
         """
         rows = [{"from_ns": begin, "to_ns": end, "count": count} for begin, end, count in tally.times_ns.rows()]
         counts = {"sent": tally.sent, "received": tally.received, "lost": tally.lost, "broken": tally.broken}
@@ -324,7 +325,7 @@ class _TextOutput:
             click.echo(f"{self._size} bytes from {self._peer}: seq={number} time={duration(nanoseconds / 1e9)}")
 
     def show_summary(self, tally: "Tally", seconds: float) -> None:
-        """Print the results of all requests, and to standard error the error that broke the connection, if it broke.
+        """Print the results of all requests. If the connection broke, print the error to standard error.
 
         :param seconds: duration of all requests together.
         """

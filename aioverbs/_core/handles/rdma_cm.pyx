@@ -468,8 +468,8 @@ cdef class Identifier(Handle):
         first and blocks until it answers.
 
         :param timeout_ms: time limit in milliseconds; afterwards, ROUTE_ERROR arrives.
-        :raises VerbsError: ``rdma_resolve_route`` failed; with EINVAL if no address was resolved, with EOPNOTSUPP for
-            an iWARP device.
+        :raises VerbsError: ``rdma_resolve_route`` failed; with EINVAL if the address has not been resolved, with
+            EOPNOTSUPP for an iWARP device.
         :raises AffinityError: the caller is not the channel's owner.
         :raises ClosedResourceError: the identifier is destroyed.
         :raises ConcurrentAccessError: another verb is in flight on an object of the same owner.

@@ -92,7 +92,9 @@ class MessageByteStream(ByteStream):
         await self._messages.send_eof()
 
     async def aclose(self) -> None:
-        """Close the connection below this stream: `Connection.aclose`, which first delivers all sent bytes.
+        """Close the connection below this stream with `Connection.aclose`, which first delivers all sent bytes.
+
+        After ``close_timeout_s`` of the settings, or if this call is cancelled, the bytes not yet delivered are lost.
 
         :raises AffinityError: another event loop owns the connection; nothing was done.
         :raises Exception: any other exception that `Connection.aclose` raises.

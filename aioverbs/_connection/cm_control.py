@@ -136,7 +136,11 @@ class CmControlChannel:
         self._watch(None)
 
     def _watch(self, on_lost: Callable[[Exception], object] | None) -> None:
-        """Set the callback for the loss of the peer; None removes it. Do nothing if the identifier was never opened."""
+        """Set the callback for the loss of the peer, see `watch`; None removes it.
+
+        The callback is called within this call if the peer is already lost. Do nothing if the identifier was never
+        opened.
+        """
         state_machine = cm_state_machine_of(self.identifier)
         if state_machine is not None:
             state_machine.watch(on_lost)

@@ -86,8 +86,9 @@ class ReceivedShare:
         return context
 
     def close(self) -> None:
-        """Close the received descriptor for the commands of the context. Call this only once. Imported contexts have descriptors
-        of their own.
+        """Close the received descriptor for the commands of the context. Call this only once.
+
+        Imported contexts have descriptors of their own.
         """
         os.close(self._command)
 

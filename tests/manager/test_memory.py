@@ -211,7 +211,6 @@ async def test_large_memory_is_registered_in_a_thread(device: Device) -> None:
     ticker.cancel()
 
 
-@needs(Capability.OBJECT_COUNTS)
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOMEM])
 def test_huge_pages_are_used_if_the_kernel_has_them(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     class Mapping(mmap.mmap):
@@ -228,6 +227,7 @@ def test_huge_pages_are_used_if_the_kernel_has_them(number: int, monkeypatch: py
             map_pages(LARGE)
 
 
+@needs(Capability.OBJECT_COUNTS)
 async def test_a_cancelled_registration_leaks_nothing(device: Device) -> None:
     async with device.protection_domain() as pd:
         region = pd.register(LARGE)

@@ -42,12 +42,14 @@ def publish(module: str) -> None:
     """Set ``__module__`` to ``aioverbs`` for all exported objects that a module defines. Each module calls this at its
     end.
 
-    The assignment is not in the class bodies, because only here does it also remove ``__firstlineno__`` (from Python
-    3.13 onwards). That would be taken for a line of the public module's file, although it is a line of the defining
-    one.
+    Also remove the ``__firstlineno__`` of classes (Python 3.13.0; in later releases the assignment does that itself):
+    it would be taken for a line of the public module's file, although it is a line of the defining one.
 
     :param module: full name of the calling module, its ``__name__``.
     :raises KeyError: `__init__.pyi` lists a name that the module does not define.
     """
     for name in defined_in(module):
-        vars(sys.modules[module])[name].__module__ = "aioverbs"
+        value = vars(sys.modules[module])[name]
+        value.__module__ = "aioverbs"
+        if "__firstlineno__" in getattr(value, "__dict__", ()):
+            del value.__firstlineno__

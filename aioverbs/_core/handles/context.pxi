@@ -110,8 +110,8 @@ cdef class Context(Handle):
         """
         cdef int error = 0
         cdef v.ibv_device *device
-        cdef v.ibv_device **found = _device_list()
         cdef Context self = Context.__new__(Context)
+        cdef v.ibv_device **found = _device_list()
         try:
             names = _names_in(found)
             if name not in names:
@@ -125,13 +125,7 @@ cdef class Context(Handle):
         if not self.pointer:
             raise VerbsError("ibv_open_device", error or EIO)
         self.table = _exported
-        try:
-            self.context = self
-            self._read_device_fields()
-            self._opened("")
-        except BaseException:
-            self._destroy_verb()
-            raise
+        self._complete()
         return self
 
     @staticmethod
@@ -150,9 +144,7 @@ cdef class Context(Handle):
         self.pointer = <ibv_context *>self._lent_pointer
         _load_exported()
         self.table = _exported
-        self.context = self
-        self._read_device_fields()
-        self._opened("")
+        self._complete()
         return self
 
     @staticmethod
@@ -189,10 +181,19 @@ cdef class Context(Handle):
                 if os.path.sameopenfile(own, cmd_fd):
                     os.close(own)
             raise VerbsError("ibv_import_device", error)
-        self.context = self
-        self._read_device_fields()
-        self._opened("")
+        self._complete()
         return self
+
+    cdef int _complete(self) except -1:
+        # Complete the handle of a context that is open. If this fails, close the context, unless it is a lender's.
+        try:
+            self.context = self
+            self._read_device_fields()
+            self._opened("")
+        except BaseException:
+            self._destroy_verb()
+            raise
+        return 0
 
     def _read_device_fields(self):
         """Set the attributes `name`, `async_fd` and `num_comp_vectors` to the values of the open device."""

@@ -107,6 +107,7 @@ cdef class Context(Handle):
     cdef object _attributes             # cached device attributes; None if not queried
     cdef dict _ports                    # cached port attributes by port number
 
+    cdef int _complete(self) except -1
     cdef str _unreachable_reason(self)
 
 

@@ -139,7 +139,7 @@ static void ask_on(void)
 
     node = node_open();
     sender_open(&sender, node, &shared->gid[1], 5);
-    sender_want(&sender, IBV_WR_RDMA_READ, 1000000, 100000);
+    sender_want(&sender, IBV_WR_RDMA_READ, 1000000, 10000);
     for (;;)
         pause();
 }

@@ -8,7 +8,7 @@ import struct
 import zlib
 from functools import cache
 
-from aioverbs.cli.measuring import MEMORY, Operation
+from aioverbs.cli.measuring import MEMORY
 
 __all__ = ["Memory", "expected_checksum"]
 
@@ -39,11 +39,8 @@ def _turn_bytes(size: int, slots: int, turn: int) -> bytearray:
     return data
 
 
-def expected_checksum(operation: Operation, size: int, slots: int, turn: int) -> int:
-    """Return the CRC-32 of the bytes that must arrive in turn number ``turn``, over ``slots`` slots of ``size`` bytes.
-
-    The result does not depend on ``operation``.
-    """
+def expected_checksum(size: int, slots: int, turn: int) -> int:
+    """Return the CRC-32 of the bytes that must arrive in turn number ``turn``: ``slots`` slots of ``size`` bytes."""
     return zlib.crc32(_turn_bytes(size, slots, turn))
 
 

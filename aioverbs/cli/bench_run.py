@@ -328,7 +328,7 @@ class _Benchmark:
                 samples.rounds.append((time.perf_counter_ns() - begin) / count)
             peer_checksum = (await self._peer.request(action="end", **fields))["checksum"]
         arrived = memory.checksum(cell.size, cell.window) if cell.operation == "read" else peer_checksum
-        if arrived != expected_checksum(cell.operation, cell.size, cell.window, self._turn):
+        if arrived != expected_checksum(cell.size, cell.window, self._turn):
             raise ValueError(f"turn {self._turn} ({cell}): the bytes that arrived differ from those that were sent")
 
 

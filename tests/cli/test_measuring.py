@@ -98,12 +98,12 @@ class TestMemory:
         here, there = Memory(), Memory()
         here.prepare(size, count, 7)
         there.prepare(size, count, 7)
-        assert there.checksum(size, count) != expected_checksum("write", size, count, 7), "nothing has arrived yet"
+        assert there.checksum(size, count) != expected_checksum(size, count, 7), "nothing has arrived yet"
         there.incoming[: size * count] = here.outgoing[: size * count]
-        assert there.checksum(size, count) == expected_checksum("write", size, count, 7)
-        assert there.checksum(size, count) != expected_checksum("write", size, count, 8), "turn 8 has not arrived"
+        assert there.checksum(size, count) == expected_checksum(size, count, 7)
+        assert there.checksum(size, count) != expected_checksum(size, count, 8), "turn 8 has not arrived"
         there.incoming[size * count - 1] ^= 1
-        assert there.checksum(size, count) != expected_checksum("write", size, count, 7)
+        assert there.checksum(size, count) != expected_checksum(size, count, 7)
 
     def test_messages_are_stored_in_their_slots(self) -> None:
         here, there = Memory(), Memory()
@@ -111,7 +111,7 @@ class TestMemory:
         there.prepare(512, 4, 3)
         for slot in (2, 0, 3, 1):
             there.store_message(bytes(here.outgoing[slot * 512 : (slot + 1) * 512]))
-        assert there.checksum(512, 4) == expected_checksum("send", 512, 4, 3)
+        assert there.checksum(512, 4) == expected_checksum(512, 4, 3)
 
     def test_an_answer_is_the_beginning_of_its_message(self) -> None:
         memory = Memory()

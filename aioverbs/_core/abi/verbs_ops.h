@@ -82,9 +82,9 @@ struct verbs_devices {
                                size_t entry_size);
 };
 
-/* The same for `devices`, where a library that lacks query_gid_table is accepted. */
-const char *verbs_devices_load(struct verbs_devices *devices, const char *library);
-void **verbs_devices_slot(struct verbs_devices *devices, const char *name);
+/* The same for this table, where a library that lacks query_gid_table is accepted. */
+const char *verbs_devices_load(struct verbs_devices *table, const char *library);
+void **verbs_devices_slot(struct verbs_devices *table, const char *name);
 
 /* ---- Inline verbs, for any provider ---------------------------------------------------------------------- */
 

@@ -10,7 +10,6 @@ import os
 import threading
 import warnings
 import weakref
-from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from types import CodeType
@@ -792,7 +791,7 @@ class Lifecycle:
             with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
                 self.owner.loop.call_soon_threadsafe(_close_forgotten, self)
         elif not self.parents:  # a device
-            _forgotten.append(self)
+            _forgotten[self] = None
             if self.opener is not None:
                 with contextlib.suppress(RuntimeError):  # the loop is closed: the next open_device() calls `reap`
                     self.opener.call_soon_threadsafe(reap)
@@ -831,46 +830,44 @@ def _warn_open(lifecycle: Lifecycle, reason: str) -> None:
     warnings.warn(f"{lifecycle!r} was still open: {reason}", ResourceWarning, stacklevel=2, source=lifecycle)
 
 
-_forgotten: deque[Lifecycle] = deque()  # garbage-collected devices to close
+# Garbage-collected devices that are not closed yet, each with the last task that was started to close the device; None
+# if there was none. Only single operations, which are atomic.
+_forgotten: dict[Lifecycle, asyncio.Task[None] | None] = {}
 _background_tasks: set[asyncio.Task[None]] = set()  # strong references: loops keep weak ones. Only atomic operations
 
 
 def reap() -> None:
     """Start tasks on the running loop that close the devices whose objects were garbage-collected while open.
 
-    A device that cannot be closed is queued again, for the next call to this function.
+    A device from which another loop's resource was made is left to that loop, which calls this again. A device that a
+    task is closing is left to the task, unless the task's loop has stopped.
 
-    :raises RuntimeError: there is such a device, and no asyncio event loop is running.
+    :raises RuntimeError: there is a device to close, and no asyncio event loop is running.
     """
-    with contextlib.suppress(IndexError):  # another thread took the last one
-        for _ in range(len(_forgotten)):  # a fixed count, as devices that cannot be closed yet are appended again
-            _close_forgotten(_forgotten.popleft())
+    for lifecycle, task in _forgotten.copy().items():
+        if lifecycle.state is CLOSED or lifecycle.inherited:
+            _forgotten.pop(lifecycle, None)
+        elif (task is None or task.done() or not task.get_loop().is_running()) and not lifecycle.has_foreign_parts():
+            _forgotten[lifecycle] = _close_forgotten(lifecycle)
+            if task is not None and task.get_loop().is_closed() and (coroutine := task.get_coro()) is not None:
+                _background_tasks.discard(task)
+                with contextlib.suppress(RuntimeError):  # a cancel scope may be left by its own task only
+                    coroutine.close()
 
 
-def _close_forgotten(lifecycle: Lifecycle) -> None:
-    """Start a task on the running loop that closes a garbage-collected resource.
-
-    If the resource is a device from which another loop's resource was made, queue the device for `reap` instead.
+def _close_forgotten(lifecycle: Lifecycle) -> asyncio.Task[None]:
+    """Start a task on the running loop that closes a garbage-collected resource, and return the task.
 
     :raises RuntimeError: no asyncio event loop is running.
     """
-    if not lifecycle.parents and lifecycle.has_foreign_parts():
-        # The owner of the part calls `reap` after it has closed the part. It may have done both before the device was
-        # in the queue, so check again after appending it.
-        _forgotten.append(lifecycle)
-        if lifecycle.has_foreign_parts():
-            return
-        try:
-            _forgotten.remove(lifecycle)
-        except ValueError:  # the owner of the part took the device
-            return
     task = asyncio.get_running_loop().create_task(lifecycle.close())
     _background_tasks.add(task)
     task.add_done_callback(functools.partial(_on_forgotten_closed, lifecycle))
+    return task
 
 
 def _on_forgotten_closed(lifecycle: Lifecycle, task: asyncio.Task[None]) -> None:
-    """Handle the end of a task that `_close_forgotten` started. A device that is still open is queued for `reap` again.
+    """Handle the end of a task that `_close_forgotten` started.
 
     :param lifecycle: node of the resource.
     :param task: task that has ended.
@@ -880,8 +877,6 @@ def _on_forgotten_closed(lifecycle: Lifecycle, task: asyncio.Task[None]) -> None
     _background_tasks.discard(task)
     if lifecycle.state is CLOSED:
         reap()  # this resource may have kept a device from being closed
-    elif not lifecycle.parents and not lifecycle.inherited:
-        _forgotten.append(lifecycle)
     with contextlib.suppress(asyncio.CancelledError, BusyResourceError):  # its owner's loop closes the part
         task.result()
 

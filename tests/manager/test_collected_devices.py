@@ -6,7 +6,6 @@ import gc
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from aioverbs import Device, ResourceDomain, open_device
 from aioverbs._core.handles import handles
 from aioverbs._lifecycle import lifecycle
 from aioverbs._lifecycle.affinity import run_on_owner
+from aioverbs._lifecycle.lifecycle import Lifecycle
 from tests.conftest import LOOP_FACTORIES
 from tests.manager.test_domains import OwnerThread
 from tests.waiting import until
@@ -58,14 +58,48 @@ def test_a_collected_device_of_a_closed_loop_is_closed_by_the_next_opener(
     with pytest.warns(ResourceWarning, match="it was forgotten"):
         devices.clear()
     (left,) = handles.open_handles()
+    with pytest.raises(RuntimeError, match="no running event loop"):
+        lifecycle.reap()
+    check_closed_by_the_next_opener(factory, left)
+
+
+def check_closed_by_the_next_opener(factory: Callable[[], asyncio.AbstractEventLoop], *left: handles.Handle) -> None:
+    """Check that handles are closed soon after another loop has opened a device."""
 
     async def main() -> None:
         async with open_device("soft0"):
-            await asyncio.sleep(0)
-            assert left.closed
+            await until(lambda: all(handle.closed for handle in left))
 
     with asyncio.Runner(loop_factory=factory) as runner:
         runner.run(main())
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["before it begins", "while it waits for work"])
+def test_a_loop_may_end_while_it_closes_a_collected_device(waits: bool) -> None:
+    """The next loop that opens a device closes it."""
+    loop = asyncio.SelectorEventLoop()
+    kept: list[Any] = []
+
+    async def open_device_and_region() -> None:
+        device = await open_device("soft0").open()
+        kept.extend([device, await (await device.protection_domain().open()).register(64).open()])
+
+    loop.run_until_complete(open_device_and_region())
+    pins = kept[1].pins
+    if waits:
+        pins.add()
+    loop.call_soon(loop.stop)
+    with pytest.warns(ResourceWarning, match="it was forgotten"):
+        drop_all(kept)
+    left = handles.open_handles()
+    loop.run_forever()  # one turn: the task that closes the device is created, but does not begin
+    if waits:
+        loop.run_until_complete(asyncio.sleep(0.01))
+    loop.close()
+    assert not any(handle.closed for handle in left)
+    if waits:
+        pins.discard()
+    check_closed_by_the_next_opener(asyncio.SelectorEventLoop, *left)
 
 
 async def test_a_collected_device_closes_after_domains_of_other_loops() -> None:
@@ -89,17 +123,18 @@ async def test_a_collected_device_closes_after_domains_of_other_loops() -> None:
 
 
 async def test_a_domain_closes_on_another_loop_while_its_device_is_collected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other loop looks for collected devices just before this loop has put the device into the queue."""
+    """The other loop closes the domain just after this loop has found that it must wait for that."""
     closing = threading.Event()
+    has_foreign_parts = Lifecycle.has_foreign_parts
 
-    class DelayedQueue(deque[Any]):
-        def append(self, device: Any) -> None:
-            if threading.get_ident() == this_thread and device.has_foreign_parts() and not closing.is_set():
-                closing.set()
-                while device.has_foreign_parts():
-                    time.sleep(0.001)
-                asyncio.run_coroutine_threadsafe(asyncio.sleep(0), elsewhere.loop).result(30)
-            super().append(device)
+    def delayed(device: Lifecycle) -> bool:
+        found = has_foreign_parts(device)
+        if found and threading.get_ident() == this_thread and not closing.is_set():
+            closing.set()
+            while has_foreign_parts(device):
+                time.sleep(0.001)
+            asyncio.run_coroutine_threadsafe(asyncio.sleep(0), elsewhere.loop).result(30)
+        return found
 
     async def open_domain(device: Device) -> ResourceDomain:
         return await device.resource_domain().open()
@@ -109,12 +144,11 @@ async def test_a_domain_closes_on_another_loop_while_its_device_is_collected(mon
         domain = await run_on_owner(elsewhere.owner, open_domain, device)
         await run_on_owner(elsewhere.owner, lambda: None)
         elsewhere.loop.call_soon_threadsafe(closing.wait, 30)
-        monkeypatch.setattr(lifecycle, "_forgotten", deque())
         del device, domain
         gc.collect()
-        monkeypatch.setattr(lifecycle, "_forgotten", DelayedQueue(lifecycle._forgotten))
 
     this_thread = threading.get_ident()
+    monkeypatch.setattr(Lifecycle, "has_foreign_parts", delayed)
     with OwnerThread() as elsewhere:
         with pytest.warns(ResourceWarning, match="it was forgotten"):
             await open_and_drop()

@@ -124,10 +124,12 @@ class _FreeList:
         lease = self.leased.get(number)
         if lease is None or not lease.pins.closed or len(lease.pins):
             return
-        if self.leased.pop(number, None) is not None and not lease.block.region.closed:
-            self.free.append(lease.block)
-            if self.waiting:
-                self.serve_waiters()
+        if self.leased.pop(number, None) is None or lease.block.region.closed:
+            return
+        self.free.append(lease.block)
+        self._discard_if_closed(lease.block)  # the slab may have been closed just before, and `resume` called
+        if self.waiting:
+            self.serve_waiters()
 
     def serve_waiters(self) -> None:
         """Hand free buffers to waiting tasks, first come, first served.
@@ -191,6 +193,21 @@ class _FreeList:
         """Drop all references to the memory. The pool calls this when it closes, after its slabs have been closed."""
         self.free.clear()
         self.slabs.clear()
+
+    def resume(self) -> None:
+        """Remove the slabs that were closed, and their blocks, after an attempt to close the pool has failed.
+
+        The pool may add further slabs in their place.
+        """
+        self.slabs[:] = [slab for slab in self.slabs if not slab.closed]
+        for block in tuple(self.free):
+            self._discard_if_closed(block)
+
+    def _discard_if_closed(self, block: RegionSlice) -> None:
+        """Remove a block from the free list if its slab is closed."""
+        if block.region.closed:
+            with contextlib.suppress(ValueError):  # leased or removed meanwhile
+                self.free.remove(block)
 
     def stop(self) -> None:
         """Begin to close the pool: make all waiting tasks raise `ClosedResourceError`, and warn of unreleased buffers.
@@ -410,7 +427,6 @@ class BufferPool(Resource):
         self._stride = -(-size // alignment) * alignment
         self._allocator = allocator
         self._access = AccessFlags(access)
-        self._buffers = 0
         self._growing = threading.Lock()  # acquired without blocking only, like the lock of the free list
         self._growth: asyncio.Future[None] | None = None
         self._free_list = _FreeList(self._lifecycle)
@@ -418,6 +434,7 @@ class BufferPool(Resource):
     def _open(self) -> None:
         self._lifecycle.hold(self._free_list)
         self._lifecycle.stop = self._free_list.stop
+        self._lifecycle.resume = self._free_list.resume
         self._lifecycle.must_drain = True  # because its slabs may be under DMA
         self._add_slab()
 
@@ -581,7 +598,8 @@ class BufferPool(Resource):
     @property
     def _next_slab(self) -> int:
         """Number of buffers that the next slab would have; 0 if the pool has reached its limit."""
-        return min(self._count, self._limit - self._buffers)
+        buffers = sum(len(slab) // self._stride for slab in self._free_list.slabs)
+        return min(self._count, self._limit - buffers)
 
     def _grow(self) -> None:
         """Add slabs while tasks are waiting for a buffer and the limit is not reached.
@@ -635,10 +653,10 @@ class BufferPool(Resource):
         slab = MemoryRegion(self, self._pd.handle, buffers * self._stride, self._access, self._allocator)
         open_part_now(slab, keeps_parents=False)
         lifecycle_of(slab).drain = functools.partial(_drain_slab, slab.pins)
-        self._buffers += buffers
-        self._free_list.slabs.append(slab)
         starts = range((buffers - 1) * self._stride, -1, -self._stride)  # the last one is leased first
-        self._free_list.free.extend([slab[start : start + self._size] for start in starts])
+        blocks = [slab[start : start + self._size] for start in starts]
+        self._free_list.slabs.append(slab)
+        self._free_list.free.extend(blocks)
 
 
 async def _drain_slab(pins: WaitableInFlightCount) -> None:

@@ -638,6 +638,30 @@ async def test_a_pool_closes_when_warnings_are_errors(pd: ProtectionDomain) -> N
 
 
 @needs(Capability.FAULT_PLAN)
+async def test_a_pool_that_failed_to_close_leases_open_memory_only(pd: ProtectionDomain, device: Device) -> None:
+    """One slab has been closed by then, another one has not."""
+    pool = await pd.buffer_pool(64, 2, limit=4).open()
+    *early, late = [pool.lease_nowait() for _ in range(4)]
+    for buffer in early:
+        buffer.release()
+    device.faults.fail("dereg_mr", errno.EIO, first=2)
+    with pytest.warns(ResourceWarning, match="1 buffers of"), pytest.raises(VerbsError, match="EIO"):
+        await pool.aclose()
+    late.release()
+    statistics = pool.statistics()
+    assert (statistics.slabs, statistics.free, statistics.leased) == (1, 2, 0)
+    held = [pool.lease_nowait() for _ in range(4)]
+    for number, buffer in enumerate(held):
+        buffer.buffer[:] = bytes([number]) * 64
+    assert [bytes(buffer.buffer) for buffer in held] == [bytes([number]) * 64 for number in range(4)]
+    with pytest.raises(anyio.WouldBlock):
+        pool.lease_nowait()
+    for buffer in held:
+        buffer.release()
+    await pool.aclose()
+
+
+@needs(Capability.FAULT_PLAN)
 async def test_a_failed_open_leaks_nothing(pd: ProtectionDomain, device: Device) -> None:
     device.faults.fail("reg_mr", errno.ENOMEM)
     pool = pd.buffer_pool(64, 1)

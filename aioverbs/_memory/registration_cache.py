@@ -13,7 +13,7 @@ from aioverbs._exports import publish
 from aioverbs._lifecycle import forks
 from aioverbs._lifecycle.affinity import CrossLoopCondition
 from aioverbs._lifecycle.lifecycle import ResourceState
-from aioverbs._lifecycle.resource import HandleResource, lifecycle_of, open_part
+from aioverbs._lifecycle.resource import HandleResource, lifecycle_of, open_part, suppress_warning
 from aioverbs._lifecycle.turns import LIGHT, spend, yield_to_loop
 from aioverbs._memory.region import MemoryRegion
 from aioverbs.errors import BusyResourceError, ClosedResourceError, ForkedProcessError
@@ -249,6 +249,7 @@ class RegistrationCache:
             with self._lock:
                 self._misses += 1
             region = MemoryRegion(pd, pd.handle, view, access)
+            suppress_warning(region)  # a region that cannot be deregistered is closed with the protection domain
             del view, pd
             lifecycle_of(region).hold(_MemoryRelease(region))
             try:
@@ -266,9 +267,15 @@ class RegistrationCache:
             if turn := spend(LIGHT):
                 await yield_to_loop(turn)
             yield entry.region
-        finally:
+        except BaseException as error:
             entry.users.discard(user)
-            await _close_regions(self._evict_surplus([entry]))
+            try:
+                await _close_regions(self._evict_surplus([entry]))
+            except Exception as another:
+                error.add_note(f"and closing evicted registrations failed: {type(another).__name__}: {another}")
+            raise
+        entry.users.discard(user)
+        await _close_regions(self._evict_surplus([entry]))
 
     async def drop(self, buffer: "Buffer") -> None:
         """Evict all registrations of a buffer's object, so that it can be resized or closed.

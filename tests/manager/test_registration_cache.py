@@ -321,6 +321,29 @@ async def test_an_entry_that_fails_to_deregister(pd: ProtectionDomain, device: D
     assert pd.cache.statistics().entries == 1
 
 
+@needs(Capability.FAULT_PLAN)
+@pytest.mark.parametrize("cached", [True, False])
+async def test_an_exception_of_the_block_gets_a_note_of_a_failure_to_deregister(
+    pd: ProtectionDomain, device: Device, cached: bool
+) -> None:
+    one, two = bytearray(SIZE), bytearray(SIZE)
+    await use(pd, one)
+    pd.cache.max_bytes = SIZE if cached else 1
+
+    async def fail() -> None:
+        async with pd.cache.region(two):
+            pd.cache.max_entries = 0
+            device.faults.fail("dereg_mr", errno.EIO)
+            raise KeyError("of the block")
+
+    with pytest.raises(KeyError, match="of the block") as caught:
+        await fail()
+    (note,) = caught.value.__notes__
+    assert "failed: VerbsError: ibv_dereg_mr failed: EIO" in note
+    pd.cache.max_entries = 1
+    await use(pd, two)
+
+
 # ---- Concurrency and closing
 
 

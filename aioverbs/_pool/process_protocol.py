@@ -83,12 +83,14 @@ def receive_socket(fd_channel: socket.socket) -> socket.socket:
 
     :param fd_channel: SOCK_SEQPACKET socket.
     :raises OSError: with EAGAIN if no socket was sent; with EMFILE if the socket was lost, because this process has no
-        free file descriptors, or if the other end of the channel is closed.
+        free file descriptors; with ECONNRESET if the other end of the channel is closed and no socket is left in it.
     """
     size = socket.CMSG_LEN(_INT.size)
-    _, ancillary, _, _ = fd_channel.recvmsg(1, size, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
-    for _, _, data in ancillary:
-        return socket.socket(fileno=_INT.unpack(data)[0])
+    data, ancillary, _, _ = fd_channel.recvmsg(1, size, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
+    if not data:
+        raise OSError(errno.ECONNRESET, "the pool closed the channel over which it sends sockets")
+    for _, _, descriptor in ancillary:
+        return socket.socket(fileno=_INT.unpack(descriptor)[0])
     raise OSError(errno.EMFILE, "a received socket was lost, because this process has no free file descriptors")
 
 

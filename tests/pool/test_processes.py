@@ -255,3 +255,13 @@ async def test_a_socket_that_finds_no_free_descriptor_is_reported_as_lost() -> N
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert caught.value.errno == errno.EMFILE
+
+
+async def test_a_closed_fd_channel_is_reported_as_closed() -> None:
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with near, far:
+        send_socket(near, near)
+        near.close()
+        receive_socket(far).close()  # sent before
+        with pytest.raises(ConnectionResetError, match="the pool closed the channel"):
+            receive_socket(far)

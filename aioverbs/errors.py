@@ -336,15 +336,18 @@ class WorkerDiedError(BrokenResourceError):
 
     :param worker: number of the worker in its pool, 0 or higher.
     :param how: how the worker ended, such as its exit code or signal.
+    :param replaced: True if the pool starts a new worker with the same number. If False, the pool takes no more calls.
     """
 
-    def __init__(self, worker: int, how: str) -> None:
-        super().__init__(worker, how)
+    def __init__(self, worker: int, how: str, replaced: bool) -> None:
+        super().__init__(worker, how, replaced)
         self.worker = worker
         self.how = how
+        self.replaced = replaced
 
     def __str__(self) -> str:
-        return f"worker {self.worker} of the pool died: {self.how}"
+        outcome = "a new worker replaces it" if self.replaced else "it is not replaced"
+        return f"worker {self.worker} of the pool died: {self.how}; {outcome}"
 
 
 class QueuePairStateError(RuntimeError):

@@ -5,6 +5,7 @@ import concurrent.futures
 import contextlib
 import contextvars
 import enum
+import functools
 import logging
 import threading
 from collections.abc import Callable, Iterable
@@ -277,7 +278,7 @@ class WorkerHandle:
         )
 
 
-def _death_error(handle: WorkerHandle, reason: str, cause: BaseException | None) -> WorkerDiedError:
+def _death_error(handle: WorkerHandle, reason: str, cause: BaseException | None, replaced: bool) -> WorkerDiedError:
     """Return a new `WorkerDiedError` for the death of a worker.
 
     Each receiver gets an exception object of its own, because raising it adds a traceback.
@@ -285,8 +286,9 @@ def _death_error(handle: WorkerHandle, reason: str, cause: BaseException | None)
     :param handle: handle of the worker.
     :param reason: text that says how the worker ended.
     :param cause: exception that ended the worker; None if unknown.
+    :param replaced: True if a new worker takes the place of the dead one.
     """
-    died = WorkerDiedError(handle.number, reason)
+    died = WorkerDiedError(handle.number, reason, replaced)
     died.__cause__ = cause
     return died
 
@@ -364,10 +366,8 @@ class Supervisor:
             if not handle.is_ready:
                 handle.backlog.append((call, contextvars.copy_context()))
                 return call
-        try:
+        with contextlib.suppress(RuntimeError):  # the worker's loop is closed: `on_worker_end` will end the call
             call.post()
-        except RuntimeError:  # the worker's loop is closed; `on_worker_end` follows
-            handle.on_done(call, None, WorkerDiedError(handle.number, "its event loop was closed"))
         return call
 
     def withdraw_backlogged(self, call: PendingCall) -> bool:
@@ -478,17 +478,17 @@ class Supervisor:
                 if self._replaces_dead and is_replaceable and (handle.is_ready or handle.replacements_left):
                     successor = self._replace(handle)
                 elif self.broken is None:
-                    self.broken = _death_error(handle, reason, cause)
+                    self.broken = _death_error(handle, reason, cause, False)
             calls = list(handle.calls)
+        death_error = functools.partial(_death_error, handle, reason, cause, successor is not None)
         if is_death and (handle.is_ready or handle.counts.deaths > 1):  # else `start` reports it
-            replaced = "; the worker is replaced" if successor is not None else ""
-            logger.error("%s: %s%s", self.name, _death_error(handle, reason, cause), replaced)
+            logger.error("%s: %s", self.name, death_error())
         for call in calls:
-            handle.on_done(call, None, _death_error(handle, reason, cause))
+            handle.on_done(call, None, death_error())
         if successor is not None:
             self._start(successor)
         if not handle.ready.done():
-            handle.ready.set_exception(cause if cause is not None else _death_error(handle, reason, cause))
+            handle.ready.set_exception(cause if cause is not None else death_error())
         self._condition.notify()
 
     def _replace(self, handle: WorkerHandle) -> WorkerHandle:

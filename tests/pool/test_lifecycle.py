@@ -361,7 +361,8 @@ async def test_a_dead_worker_is_reported_and_replaced(
         await pool.run(number_later, worker=1)
         with pytest.raises(WorkerDiedError, match=r"worker 1 of the pool died: .* stopped its event loop") as caught:
             await pool.run(CAUSES[cause], worker=1)
-        assert (caught.value.worker, caught.value.__cause__ is None) == (1, False)
+        assert (caught.value.worker, caught.value.replaced, caught.value.__cause__ is None) == (1, True, False)
+        assert str(caught.value).endswith("; a new worker replaces it")
         for each in others:
             with pytest.raises(WorkerDiedError):
                 await each
@@ -373,7 +374,7 @@ async def test_a_dead_worker_is_reported_and_replaced(
         statistics = pool.statistics()
         assert (statistics.deaths, statistics.workers[1].deaths, statistics.workers[1].failed) == (1, 1, 4)
         assert "worker 1 of the pool died" in caplog.text
-        assert "the worker is replaced" in caplog.text
+        assert "a new worker replaces it" in caplog.text
     assert worker_threads() == []
 
 
@@ -408,8 +409,9 @@ async def test_a_death_breaks_a_pool_that_does_not_replace_workers(
     async def use() -> None:
         async with WorkerPool(device, 2, on_worker_death="fail") as pool:
             others = pool.start_soon(number_later, worker=1)
-            with pytest.raises(WorkerDiedError):
+            with pytest.raises(WorkerDiedError, match="it is not replaced") as died:
                 await pool.run(exit_worker, worker=0)
+            assert not died.value.replaced
             assert await others.wait() == 1
             for worker in (0, 1, None):
                 with pytest.raises(BrokenResourceError, match="is broken"):
@@ -418,7 +420,7 @@ async def test_a_death_breaks_a_pool_that_does_not_replace_workers(
     with pytest.raises(BrokenResourceError, match="is broken: worker 0 of the pool died") as caught:
         await use()
     assert isinstance(caught.value.__cause__, WorkerDiedError)
-    assert (worker_threads(), "the worker is replaced" in caplog.text) == ([], False)
+    assert (worker_threads(), "it is not replaced" in caplog.text) == ([], True)
 
 
 async def test_a_worker_that_cannot_be_replaced_breaks_the_pool(device: Device) -> None:

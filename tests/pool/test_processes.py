@@ -196,8 +196,9 @@ async def test_a_dead_worker_is_reported_and_replaced(
     elsewhere = asyncio.create_task(pool.run(work.wait_for_mark, str(tmp_path), "go on", worker=0))
     assert (await pool.run(work.describe_worker_later, worker=1))[0] == before[1]
     async with asyncio.timeout(patience(8)):  # less than the life of the worker's child
-        with pytest.raises(WorkerDiedError, match=f"worker 1 of the pool died: {how}"):
+        with pytest.raises(WorkerDiedError, match=f"worker 1 of the pool died: {how}") as caught:
             await pool.run(function, *arguments, worker=1)
+    assert caught.value.replaced
     (tmp_path / "child").unlink(missing_ok=True)
     for each in others:
         with pytest.raises(WorkerDiedError):
@@ -209,7 +210,7 @@ async def test_a_dead_worker_is_reported_and_replaced(
     assert await elsewhere == "go on"
     assert processes(pool)[0] == before[0]
     assert [each.deaths for each in pool.statistics().workers] == [deaths[0], deaths[1] + 1]
-    assert "the worker is replaced" in caplog.text
+    assert "a new worker replaces it" in caplog.text
 
 
 async def test_every_call_ends_when_workers_are_killed_under_load(pool: WorkerPool) -> None:

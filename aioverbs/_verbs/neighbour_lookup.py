@@ -10,7 +10,7 @@ import anyio
 from anyio.lowlevel import RunVar
 
 from aioverbs._core.handles import handles
-from aioverbs._lifecycle.affinity import running_loop, wait_uncancelled, wake
+from aioverbs._lifecycle.affinity import running_loop, wait_uncancelled
 from aioverbs.errors import VerbsError
 
 __all__ = ["may_block", "run_in_helper_thread"]
@@ -34,8 +34,9 @@ async def run_in_helper_thread(verb: str, function: Callable[[], object]) -> Non
     """Call a function in a helper thread and wait until it has returned. The function's exceptions propagate unchanged.
 
     Each loop has at most `_MAX_HELPERS` helper threads, 256; if all of them are busy, wait for one. Once the function
-    has been called, a cancellation is raised only after it has returned; an exception of the function is then dropped.
-    The function is awaited through a future, not a task, because a loop that ends would cancel a task.
+    has been called, a cancellation is raised only after it has returned; an exception of the function is then the cause
+    of the cancellation. The function is awaited through a future, not a task, because a loop that ends would cancel a
+    task.
 
     :param verb: name of the verb that the function calls, for the error message.
     :param function: function to call; its result is dropped.
@@ -50,21 +51,29 @@ async def run_in_helper_thread(verb: str, function: Callable[[], object]) -> Non
     async with limiter:
         loop = running_loop()
         ended: asyncio.Future[None] = loop.create_future()
-        failures: list[BaseException] = []
+
+        def settle(failure: BaseException | None) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, no task waits
+                loop.call_soon_threadsafe(_settle, ended, failure)
 
         def run() -> None:
             try:
                 function()
             except BaseException as error:
-                failures.append(error)
-            finally:
-                with contextlib.suppress(RuntimeError):  # the loop is closed, no task waits
-                    loop.call_soon_threadsafe(wake, ended)
+                settle(error)
+            else:
+                settle(None)
 
         try:
             threading.Thread(target=run, name="aioverbs: address resolution").start()
         except RuntimeError as error:  # the process limit is reached: `ulimit -u` or that of a container
             raise VerbsError(verb, errno.EAGAIN, f"no helper thread can be started: {error}") from error
         await wait_uncancelled(ended)
-        if failures:
-            raise failures.pop()
+
+
+def _settle(future: "asyncio.Future[None]", failure: BaseException | None) -> None:
+    """Complete a future, with an exception if `failure` is not None. Call on the loop of the future."""
+    if failure is None:
+        future.set_result(None)
+    else:
+        future.set_exception(failure)

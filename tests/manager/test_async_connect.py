@@ -127,6 +127,19 @@ async def test_an_error_of_the_device_is_raised(device: Device, helpers: Helpers
             await qp.establish(qp.local_endpoint(), ACCESS)
 
 
+async def test_a_cancellation_has_the_exception_of_the_function_as_its_cause(helpers: Helpers) -> None:
+    def fail() -> None:
+        raise VerbsError("ibv_modify_qp", errno.ETIMEDOUT)
+
+    task = asyncio.create_task(neighbour_lookup.run_in_helper_thread("ibv_modify_qp", fail))
+    await until(lambda: helpers.waiting)
+    task.cancel()
+    helpers.release()
+    with pytest.raises(asyncio.CancelledError) as caught:
+        await task
+    assert isinstance(caught.value.__cause__, VerbsError)
+
+
 class FailingThread(threading.Thread):
     """Thread that cannot be started, as at the process's limit."""
 

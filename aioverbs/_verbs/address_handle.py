@@ -61,10 +61,18 @@ class AddressHandle(HandleResource[handles.AddressHandle]):
         """
         if not neighbour_lookup.may_block(self._pd_handle.context):
             return await super().open()
+        is_opened_here = False
+
+        def open_here() -> None:
+            nonlocal is_opened_here
+            self._open_now()
+            is_opened_here = True
+
         try:
-            await neighbour_lookup.run_in_helper_thread("ibv_create_ah", self._open_now)
+            await neighbour_lookup.run_in_helper_thread("ibv_create_ah", open_here)
         except asyncio.CancelledError:
-            await self.aclose()
+            if is_opened_here:  # otherwise another task may have opened it
+                await self.aclose()
             raise
         return self
 

@@ -44,6 +44,22 @@ async def test_a_cancelled_open_closes_the_address_handle(device: Device, helper
         assert handle.closed
 
 
+async def test_a_cancelled_open_leaves_what_another_task_opened(device: Device, helpers: Helpers) -> None:
+    async with device.resource_domain() as domain, domain.completion_queue(64) as cq:
+        async with domain.queue_pair(cq, qp_type=QpType.UD) as qp:
+            handle = domain.address_handle(qp.local_endpoint())
+        opening, cancelled = [asyncio.create_task(handle.open()) for _ in range(2)]
+        await until(lambda: len(helpers.waiting) == 2)
+        cancelled.cancel()
+        helpers.release_first()
+        await opening
+        helpers.release()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        assert handle.state is ResourceState.OPEN
+        await handle.aclose()
+
+
 @needs(Capability.FAULT_PLAN)
 async def test_an_error_of_the_device_is_raised(device: Device, helpers: Helpers) -> None:
     async with device.resource_domain() as domain, domain.completion_queue(64) as cq:

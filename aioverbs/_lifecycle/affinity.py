@@ -99,22 +99,32 @@ async def wait_uncancelled(awaited: Coroutine[Any, Any, T] | asyncio.Future[T]) 
     object is dropped. If the awaited object failed as well, its exception is the cause of that cancellation. In a
     forked child, a cancellation ends the wait and is raised at once.
 
-    :param awaited: coroutine, which is wrapped in a task on the running loop, or future of that loop.
+    :param awaited: coroutine, which a new task on the running loop executes, or future of that loop.
     :returns: the result of the awaited object.
     :raises asyncio.CancelledError: the waiting task or the awaited object was cancelled.
     :raises RuntimeError: no asyncio event loop is running. If a coroutine was passed, it has been closed.
     :raises BaseException: whatever the awaited object raised, if the waiting task was not cancelled.
     """
     try:
-        future = asyncio.ensure_future(awaited, loop=running_loop())
+        loop = running_loop()
     except RuntimeError:
         if inspect.iscoroutine(awaited):
             awaited.close()  # prevents the warning that it was never awaited
         raise
+    is_begun = isinstance(awaited, asyncio.Future)
+
+    async def begin() -> T:
+        nonlocal is_begun
+        is_begun = True
+        return await awaited
+
+    future = awaited if isinstance(awaited, asyncio.Future) else loop.create_task(begin())
     cancelled: asyncio.CancelledError | None = None
     forks_before = forks.count
     with anyio.CancelScope(shield=True):
-        while not future.done():
+        while not (is_begun and future.done()):
+            if future.done():  # the task was cancelled before its first step, as the end of a loop cancels all tasks
+                future = loop.create_task(begin())
             try:
                 await asyncio.wait([future])
             except asyncio.CancelledError as error:

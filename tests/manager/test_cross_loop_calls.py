@@ -111,6 +111,24 @@ async def test_wait_uncancelled_waits_through_cancellations() -> None:
         await task
 
 
+@pytest.mark.every_way
+async def test_wait_uncancelled_begins_its_coroutine_although_all_tasks_are_cancelled() -> None:
+    """The end of a loop cancels all tasks, including one that has not had its first step."""
+    ended: list[bool] = []
+
+    async def work() -> None:
+        await asyncio.sleep(0)
+        ended.append(True)
+
+    waiting = asyncio.create_task(wait_uncancelled(work()))
+    await asyncio.sleep(0)
+    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert ended == [True]
+
+
 def test_calls_without_asyncio_raise() -> None:
     async def call() -> None:
         await run_on_owner(owner, print)

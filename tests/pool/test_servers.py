@@ -5,6 +5,7 @@ import contextlib
 import gc
 import logging
 import socket
+import sys
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from aioverbs import (
     Device,
     HandshakeError,
     ResourceDomain,
+    WorkerDiedError,
     WorkerPool,
     connect,
     open_device,
@@ -230,6 +232,34 @@ async def test_a_dead_worker_breaks_only_its_connections(pool: WorkerPool, domai
         for near in nears:
             await near.abort()
         await all_disconnected(server)
+
+
+def cancel_others_and_exit() -> None:
+    """Cancel the handlers of the worker before the end of the loop cancels them and the worker's main task."""
+    handling = [task for task in asyncio.all_tasks() if "_run" in repr(task.get_coro())]
+    assert len(handling) == 2
+    for task in handling:
+        task.cancel()
+    sys.exit(3)
+
+
+@pytest.mark.every_way
+async def test_a_worker_that_exits_closes_its_connections(
+    device: Device, domain: ResourceDomain, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Closing begins although the worker cancels all tasks that are left, including those that close a connection."""
+    async with WorkerPool(device, 1, loop=other_loop()) as pool, served(pool, handlers.obey) as server:
+        nears = [await asked(server, domain) for _ in range(2)]
+        for near in nears:
+            assert await request(near, "where")
+        with pytest.raises(WorkerDiedError, match=r"SystemExit\(3\) stopped its event loop"):
+            await pool.run(cancel_others_and_exit)
+        for near in nears:
+            with pytest.raises(BrokenResourceError):
+                await near.receive()
+            await near.abort()
+        await all_disconnected(server)
+    assert [str(warning.message) for warning in recwarn] == []
 
 
 @pytest.mark.every_way

@@ -231,6 +231,32 @@ async def test_an_event_during_a_verb_of_another_thread_is_not_lost(device: Devi
         assert bytes(pair.target.buffer[:5]) == b"hello"
 
 
+@pytest.mark.every_way
+@needs(Capability.PARENT_DOMAINS, Capability.FAULT_PLAN)
+@pytest.mark.parametrize("lost", ["queue", "device"])
+async def test_a_failure_during_a_verb_of_another_thread_is_not_lost(device: Device, lost: str) -> None:
+    """After the loss of the device, no event of the queue has the loop poll again."""
+    staying = StayingAllocator()
+    async with (
+        device.resource_domain(thread_model=ThreadModel.UNSAFE, allocator=staying) as domain,
+        pair_on(domain) as pair,
+        asyncio.timeout(patience(10)),
+    ):
+        hold(device, pair.near)
+        write = asyncio.create_task(pair.write(b"hello"))
+        await asyncio.sleep(0.01)
+        async with thread_inside(domain, staying) as leave:
+            if lost == "queue":
+                device.faults.break_completion_queue(pair.cq.handle)
+            else:
+                device.faults.lose_device()
+            await asyncio.sleep(0.05)
+            assert not write.done()
+            leave()
+            with pytest.raises(BrokenResourceError, match="EIO" if lost == "queue" else "the device was lost"):
+                await write
+
+
 @needs(Capability.PARENT_DOMAINS)
 async def test_a_verb_that_overlaps_another_thread_raises_and_can_be_retried(device: Device) -> None:
     staying = StayingAllocator()

@@ -190,12 +190,16 @@ class _ChannelWatcher:
         """Stop watching the channel and the device, and acknowledge the events received from the channel.
 
         If another thread is inside the domain in each of 1,000 attempts, the events stay unacknowledged. A cancellation
-        is raised only after the watch has ended, and then nothing is acknowledged.
+        is raised only after all of this.
 
         :raises BusyResourceError: the loop that watches the channel's descriptor does not respond within 10 s.
         :raises RuntimeError: no asyncio event loop is running.
         """
-        await wait_uncancelled(self._unwatch())
+        await wait_uncancelled(self._stop())
+
+    async def _stop(self) -> None:
+        """Do what `stop` does; a cancellation ends this."""
+        await self._unwatch()
         await retry_while_busy(self._dispatcher.acknowledge)
 
     async def _unwatch(self) -> None:
@@ -203,6 +207,9 @@ class _ChannelWatcher:
 
         :raises BusyResourceError: that loop does not respond within 10 s.
         """
+        if self._home.owns():
+            self._remove()
+            return
         with anyio.move_on_after(_UNWATCH_S) as scope:
             try:
                 await run_on_owner(self._home, self._remove)

@@ -5,6 +5,8 @@ import contextlib
 import errno
 import itertools
 import select
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -18,6 +20,7 @@ from aioverbs import (
     ThreadModel,
     VerbsError,
 )
+from aioverbs._core.data_path.data_path import CqDispatcher
 from aioverbs._core.handles import handles
 from aioverbs._verbs.device import Device
 from tests.capabilities import Capability, needs
@@ -229,6 +232,42 @@ async def test_an_event_during_a_verb_of_another_thread_is_not_lost(device: Devi
             leave()
             await write
         assert bytes(pair.target.buffer[:5]) == b"hello"
+
+
+class BusyDispatcher:
+    """Dispatcher that refuses the first calls of `acknowledge`, as if another thread were inside a verb of the domain.
+
+    :param dispatcher: dispatcher that has all other members.
+    :param refused: function that is called in each refused call.
+    """
+
+    def __init__(self, dispatcher: CqDispatcher, refused: Callable[[], object]) -> None:
+        self._dispatcher = dispatcher
+        self._refused = refused
+        self._refusals = 3
+        self.acknowledged = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._dispatcher, name)
+
+    def acknowledge(self) -> None:
+        if self._refusals:
+            self._refusals -= 1
+            self._refused()
+            raise ConcurrentAccessError("another thread")
+        self._dispatcher.acknowledge()
+        self.acknowledged = True
+
+
+async def test_a_cancelled_close_acknowledges_events_before_the_queue_is_destroyed(device: Device) -> None:
+    async with device.protection_domain() as pd:
+        cq = await pd.completion_queue(8).open()
+        drain: Any = cq._lifecycle.drain
+        closing = asyncio.create_task(cq.aclose())
+        busy = drain.__self__._dispatcher = BusyDispatcher(cq._cq_dispatcher, closing.cancel)
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        assert (cq.closed, busy.acknowledged) == (True, True)
 
 
 @pytest.mark.every_way

@@ -432,23 +432,27 @@ class DeviceNotFoundError(LookupError):
 
 
 class LibraryNotFoundError(OSError):
-    """A library that RDMA devices need cannot be loaded. The software device needs none.
+    """A library that RDMA devices need cannot be loaded, or is too old. The software device needs none.
 
     :param library: name of the library, ``"libibverbs.so.1"`` or ``"librdmacm.so.1"``.
     :param reason: error message of the dynamic loader; may be empty.
+    :param outdated: whether the library was found, but lacks a function.
     """
 
-    def __init__(self, library: str, reason: str = "") -> None:
+    def __init__(self, library: str, reason: str = "", outdated: bool = False) -> None:
         self.library = library
         self.reason = reason
+        self.outdated = outdated
         super().__init__(_errno.ENOENT, str(self))
 
     def __str__(self) -> str:
         text = f"{self.library} cannot be loaded: install {_PACKAGES.get(self.library, self.library)}"
+        if self.outdated:
+            text = f"{self.library} is too old: install rdma-core 44 or newer"
         return f"{text} ({self.reason})" if self.reason else text
 
-    def __reduce__(self) -> tuple[type["LibraryNotFoundError"], tuple[str, str]]:
-        return type(self), (self.library, self.reason)
+    def __reduce__(self) -> tuple[type["LibraryNotFoundError"], tuple[str, str, bool]]:
+        return type(self), (self.library, self.reason, self.outdated)
 
 
 publish(__name__)

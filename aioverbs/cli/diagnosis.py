@@ -123,9 +123,10 @@ def _install(machine: Machine, library: str, commands: dict[str, str] = _INSTALL
 
 
 def _software(machine: Machine) -> Iterator[Finding]:
-    """Yield one `Finding` of severity ERROR if the probe process crashed or libibverbs cannot be loaded; otherwise
-    nothing.
+    """Yield one `Finding` of severity ERROR if the probe process crashed, or libibverbs is too old or cannot be loaded;
+    otherwise nothing.
     """
+    libibverbs = machine.probe.libibverbs
     if machine.probe.crash is not None:
         details = "".join(f"; its last line: {line}" for line in machine.probe.warnings[-1:])
         yield _error(
@@ -134,11 +135,19 @@ def _software(machine: Machine) -> Iterator[Finding]:
             f"the process that tests libibverbs {machine.probe.crash}{details}",
             *_install(machine, "libibverbs", _REINSTALL),
         )
-    elif machine.probe.libibverbs.problem is not None:
+    elif libibverbs.outdated:
+        yield _error(
+            "libibverbs-old",
+            "system",
+            f"{libibverbs.path or 'libibverbs'}, which drives all RDMA devices, is older than rdma-core 44:"
+            f" {libibverbs.problem}",
+            hint="use a newer release of the distribution, or remove an old copy that hides the distribution's own",
+        )
+    elif libibverbs.problem is not None:
         yield _error(
             "libibverbs-missing",
             "system",
-            f"libibverbs, which drives all RDMA devices, cannot be loaded: {machine.probe.libibverbs.problem}",
+            f"libibverbs, which drives all RDMA devices, cannot be loaded: {libibverbs.problem}",
             *_install(machine, "libibverbs"),
         )
 

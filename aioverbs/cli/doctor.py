@@ -104,7 +104,7 @@ def _library(name: str, library: Library) -> str:
     """Return the name and version of a library, such as ``libibverbs 50.0``. If the version is unknown, return the name
     and path; if the library cannot be loaded, return ``no NAME``.
     """
-    if library.problem is not None:
+    if library.problem is not None and not library.outdated:
         return f"no {name}"
     return f"{name} {library.version or f'in {library.path}'}"
 

@@ -88,12 +88,14 @@ class Library:
 
     :param path: path of the loaded file; None if unknown.
     :param version: version of the library; None if unknown.
-    :param problem: error message if the library cannot be loaded; None if it was loaded.
+    :param problem: error message if the library cannot be used; None if it can.
+    :param outdated: whether the problem is that the library lacks a function.
     """
 
     path: str | None = None
     version: str | None = None
     problem: str | None = None
+    outdated: bool = False
 
 
 @dataclass(frozen=True)

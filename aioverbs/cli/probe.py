@@ -21,7 +21,7 @@ _DEPTH = 16
 _MEMORY = 64 << 10
 
 
-def _library(name: str) -> dict[str, str | None]:
+def _library(name: str) -> dict[str, str | bool | None]:
     """Load the library with the file name ``name``, such as ``"libibverbs.so.1"``.
 
     :returns: a dict with the keys ``path`` and ``version``, whose values are None if unknown. If the library cannot be
@@ -80,8 +80,8 @@ def main() -> None:
     if "problem" not in libraries["libibverbs"]:
         try:
             listed = hardware.names()
-        except LibraryNotFoundError as error:  # an old one, which lacks a verb
-            libraries["libibverbs"] = {"problem": error.reason}
+        except LibraryNotFoundError as error:
+            libraries["libibverbs"] |= {"problem": error.reason, "outdated": error.outdated}
     trials = {name: _try(name) for name in listed}
     found = {**libraries, "listed": listed, "trials": trials, "optimized": is_optimized()}
     json.dump(found, sys.stdout)

@@ -51,6 +51,11 @@ def no_libibverbs(tree: Tree) -> None:
     tree.probe = Probe(libibverbs=problem, librdmacm=tree.probe.librdmacm)
 
 
+def old_libibverbs(tree: Tree) -> None:
+    problem = Library("/opt/libibverbs.so.1", "1.2", "undefined symbol: ibv_reg_mr", outdated=True)
+    tree.probe = Probe(libibverbs=problem, librdmacm=tree.probe.librdmacm)
+
+
 def crash(tree: Tree) -> None:
     tree.probe = Probe(crash="ended with status -11", warnings=("first", "a last word"))
 
@@ -101,6 +106,7 @@ def remove(path: str) -> Callable[[Tree], None]:
 # of the message, part of the first command.
 CHANGES = [
     (no_libibverbs, "libibverbs-missing", "system", True, "cannot open shared", "apt-get install libibverbs1"),
+    (old_libibverbs, "libibverbs-old", "system", True, "/opt/libibverbs.so.1, which drives all", None),
     (crash, "libraries-crash", "system", True, "status -11; its last line: a last word", "--reinstall libibverbs1"),
     (no_librdmacm, "librdmacm-missing", "system", False, "no such file", "install librdmacm1"),
     (not_optimized, "not-optimized", "system", False, "CFLAGS", "env -u CFLAGS pip install"),

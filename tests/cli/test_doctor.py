@@ -124,13 +124,14 @@ class TestProbe:
         caplog.set_level(logging.WARNING, "aioverbs")  # also restores the level, which the probe changes
 
         def lacks() -> list[str]:
-            raise LibraryNotFoundError("libibverbs.so.1", "undefined symbol: ibv_import_device")
+            raise LibraryNotFoundError("libibverbs.so.1", "undefined symbol: ibv_reg_mr", outdated=True)
 
         monkeypatch.setattr(probe, "_library", lambda name: {"path": name, "version": "30.0"})
         monkeypatch.setattr(hardware, "names", lacks)
         probe.main()
         found = machine.parse_probe(capsys.readouterr().out)
-        assert found.libibverbs.problem == "undefined symbol: ibv_import_device"
+        problem = "undefined symbol: ibv_reg_mr"
+        assert found.libibverbs == machine.Library("libibverbs.so.1", "30.0", problem, outdated=True)
         assert (found.librdmacm.problem, found.listed, found.trials) == (None, (), {})
 
     @pytest.mark.parametrize(

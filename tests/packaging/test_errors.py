@@ -70,6 +70,10 @@ from aioverbs.types import QpState, QpType, WcOpcode, WcStatus
             "libibverbs.so.1 cannot be loaded: install libibverbs1 and ibverbs-providers (Debian, Ubuntu) or "
             "libibverbs (Fedora, RHEL) (no such file)",
         ),
+        (
+            errors.LibraryNotFoundError("libibverbs.so.1", "undefined symbol: ibv_reg_mr", outdated=True),
+            "libibverbs.so.1 is too old: install rdma-core 44 or newer (undefined symbol: ibv_reg_mr)",
+        ),
         (errors.BusyResourceError("the queue pair is still open"), "the queue pair is still open"),
         (
             errors.TransitionError(

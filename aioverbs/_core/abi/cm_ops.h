@@ -32,8 +32,8 @@ struct rdma_cm_table {
 };
 
 /* Fill `table` from a shared library: "librdmacm.so.1", except in tests. Return NULL, or the reason of the failure:
- * text of the dynamic linker, valid until the thread's next call to it. A library that lacks one of the functions is
- * refused. */
+ * text of the dynamic linker, valid until the thread's next call to it. errno is then ENOENT if the library cannot be
+ * loaded, or ENOSYS if it lacks a function. */
 const char *rdma_cm_table_load(struct rdma_cm_table *table, const char *library);
 
 /* Return whether user space modifies queue pairs on the device of a bound identifier; over iWARP the kernel does. */

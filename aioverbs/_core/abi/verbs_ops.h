@@ -59,8 +59,9 @@ struct verbs_table {
 };
 
 /* Fill `table` from a shared library: "libibverbs.so.1", except in tests. Return NULL, or the reason of the failure:
- * text of the dynamic linker, valid until the thread's next call to it. A library that lacks one of the verbs is
- * refused. */
+ * text of the dynamic linker, valid until the thread's next call to it. errno is then ENOENT if the library cannot be
+ * loaded, or ENOSYS if it lacks a verb. Before rdma-core 31, libibverbs lacks import_device, import_pd and unimport_pd;
+ * these then fail with EOPNOTSUPP. */
 const char *verbs_table_load(struct verbs_table *table, const char *library);
 
 /* Return the address of the pointer to the exported verb ibv_<name> in `table`, or NULL. For code that intercepts
@@ -77,12 +78,12 @@ struct verbs_devices {
 #define X(result, name, parameters) result(*name) parameters;
     VERBS_DEVICES(X)
 #undef X
-    /* _ibv_query_gid_table, the function behind the inline verb; NULL before rdma-core 32. */
+    /* _ibv_query_gid_table, the function behind the inline verb; without it, before rdma-core 32, -EOPNOTSUPP. */
     ssize_t (*query_gid_table)(struct ibv_context *, struct ibv_gid_entry *, size_t max_entries, uint32_t flags,
                                size_t entry_size);
 };
 
-/* The same for this table, where a library that lacks query_gid_table is accepted. */
+/* The same for this table. */
 const char *verbs_devices_load(struct verbs_devices *table, const char *library);
 void **verbs_devices_slot(struct verbs_devices *table, const char *name);
 

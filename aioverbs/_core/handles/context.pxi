@@ -12,25 +12,31 @@ cdef int _load_exported() except -1:
     # Load libibverbs on the first call. Raise LibraryNotFoundError if it cannot be loaded or lacks a verb.
     global _is_exported
     cdef const char *problem = NULL
+    cdef int error
     with _exporting:
         if not _is_exported:
             problem = v.verbs_table_load(&_exported, "libibverbs.so.1")
             if not problem:
                 problem = v.verbs_devices_load(&_devices, "libibverbs.so.1")
+            error = errno
             if problem:
-                raise LibraryNotFoundError("libibverbs.so.1", problem.decode(errors="replace"))
+                raise LibraryNotFoundError(
+                    "libibverbs.so.1", problem.decode(errors="replace"), outdated=error == ENOSYS
+                )
             _is_exported = True
     return 0
 
 
 cdef v.ibv_device **_device_list() except NULL:
     # Return the RDMA devices, with NULL at the end; the caller frees the list. Raise the errors of `device_names`.
+    #
+    # libibverbs holds a process-wide lock while it makes the list. With the GIL released, another thread could fork in
+    # the meantime, and listing devices would never end in the child.
     cdef int error
     cdef v.ibv_device **found
     _load_exported()
-    with nogil:
-        found = _devices.get_device_list(NULL)
-        error = errno
+    found = _devices.get_device_list(NULL)
+    error = errno
     if not found:
         raise VerbsError("ibv_get_device_list", error or EIO)
     return found
@@ -424,7 +430,7 @@ cdef class Context(Handle):
         try:
             self._enter()
             try:
-                if not self.software and _devices.query_gid_table:
+                if not self.software:
                     with nogil:
                         count = _devices.query_gid_table(
                             self.pointer, entries, max_entries, 0, sizeof(v.ibv_gid_entry)

@@ -13,7 +13,7 @@ import threading
 from aioverbs.errors import LibraryNotFoundError, VerbsError
 from aioverbs.types import AccessFlags, Mtu
 
-from libc.errno cimport EAGAIN, EINVAL, ENODEV, ENOENT, EOPNOTSUPP, errno
+from libc.errno cimport EAGAIN, EINVAL, ENODEV, ENOENT, ENOSYS, EOPNOTSUPP, errno
 from libc.stdint cimport uint8_t, uint16_t, uint32_t, uintptr_t
 from libc.string cimport memcpy, memset
 
@@ -124,8 +124,9 @@ cdef int _load(rdma_cm_table *table, library) except -1:
     # Fill the table from the shared library. Raise LibraryNotFoundError if that fails.
     cdef bytes name = library.encode()
     cdef const char *problem = rdma_cm_table_load(table, name)
+    cdef int error = errno
     if problem:
-        raise LibraryNotFoundError(library, problem.decode(errors="replace"))
+        raise LibraryNotFoundError(library, problem.decode(errors="replace"), outdated=error == ENOSYS)
     return 0
 
 

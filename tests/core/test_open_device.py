@@ -3,6 +3,9 @@
 import contextlib
 import ctypes
 import errno
+import gc
+import os
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,11 +14,13 @@ import pytest
 from aioverbs import DeviceNotFoundError, LibraryNotFoundError, VerbsError
 from aioverbs._core.handles import handles
 from aioverbs._core.software import software
+from tests.descriptors import descriptors, descriptors_at_first
 
 FUNCTIONS: dict[str, Any] = {
     "get_device_list": ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, use_errno=True),
     "free_device_list": ctypes.CFUNCTYPE(None, ctypes.c_void_p),
     "open_device": ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, use_errno=True),
+    "import_device": ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int, use_errno=True),
     "close_device": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p),
     "query_gid_table": ctypes.CFUNCTYPE(
         ctypes.c_ssize_t, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint32, ctypes.c_size_t
@@ -54,6 +59,7 @@ class Library:
         self.list: Any = (ctypes.c_void_p * 3)(*map(ctypes.addressof, self.devices), None)
         self.context: int | None = None
         self.error = 0
+        self.imported: int | None = None
         self.calls: list[tuple[str, int]] = []
 
     def get_device_list(self, count: int | None) -> int | None:
@@ -70,21 +76,27 @@ class Library:
         ctypes.set_errno(self.error)
         return self.context
 
+    def import_device(self, cmd_fd: int) -> int | None:
+        self.imported = cmd_fd
+        return self.context
+
     def close_device(self, context: int) -> int:
         assert context == self.context
         self.calls.append(("close", 0))
+        if self.imported is not None:
+            os.close(self.imported)
         return 0
 
 
 @contextlib.contextmanager
-def replaced(name: str, function: Callable[..., object] | None) -> Iterator[None]:
-    """Put a function in the place of libibverbs' own; None: libibverbs lacks it."""
+def replaced(name: str, function: Callable[..., object]) -> Iterator[None]:
+    """Put a function in the place of libibverbs' own."""
     try:
         place = ctypes.c_void_p.from_address(handles.table_slot(name))
     except LibraryNotFoundError:
         pytest.skip("there is no libibverbs")
-    before, callback = place.value, FUNCTIONS[name](function) if function is not None else None
-    place.value = ctypes.cast(callback, ctypes.c_void_p).value if callback is not None else None
+    before, callback = place.value, FUNCTIONS[name](function)
+    place.value = ctypes.cast(callback, ctypes.c_void_p).value
     try:
         yield
     finally:
@@ -95,7 +107,7 @@ def replaced(name: str, function: Callable[..., object] | None) -> Iterator[None
 def library() -> Iterator[Library]:
     fake = Library()
     with contextlib.ExitStack() as stack:
-        for name in ("get_device_list", "free_device_list", "open_device", "close_device"):
+        for name in ("get_device_list", "free_device_list", "open_device", "import_device", "close_device"):
             stack.enter_context(replaced(name, getattr(fake, name)))
         yield fake
 
@@ -171,13 +183,55 @@ def test_the_gid_table(context: handles.Context) -> None:
     assert found == [(1, 7, bytes(range(16)), 2), (2, 7, bytes(range(1, 17)), 2)]
 
 
-@pytest.mark.parametrize(("fails", "number"), [(lambda *_: -errno.EINVAL, errno.EINVAL), (None, errno.EOPNOTSUPP)])
-def test_a_gid_table_that_cannot_be_read(
-    context: handles.Context, fails: Callable[..., object] | None, number: int
-) -> None:
-    with replaced("query_gid_table", fails), pytest.raises(VerbsError, match="ibv_query_gid_table") as caught:
+def test_a_gid_table_that_cannot_be_read(context: handles.Context) -> None:
+    with (
+        replaced("query_gid_table", lambda *_: -errno.EINVAL),
+        pytest.raises(VerbsError, match="ibv_query_gid_table failed: EINVAL"),
+    ):
         context.query_gid_table(3)
-    assert caught.value.errno == number
+
+
+class TestContextThatCannotBeCompleted:
+    """The verb succeeded, but the handle cannot be completed: the device's name is not text."""
+
+    @pytest.fixture(autouse=True)
+    def unreadable(self, library: Library, soft: software.Context) -> Iterator[None]:
+        library.context = soft.verbs_pointer
+        device = IbvDevice.from_address(ctypes.c_void_p.from_address(soft.verbs_pointer).value or 0)
+        before, device.name = device.name, b"\xff"
+        handles_before, descriptors_before = handles.open_handles(), descriptors_at_first()
+        yield
+        gc.collect()
+        assert (handles.open_handles(), descriptors()) == (handles_before, descriptors_before)
+        device.name = before
+
+    def test_opened(self, library: Library) -> None:
+        with pytest.raises(UnicodeDecodeError):
+            handles.Context.open_device("mlx5_0")
+        assert library.calls == [("open", 1), ("free", 0), ("close", 0)]
+
+    def test_imported(self, library: Library) -> None:
+        fd = os.open("/dev/null", os.O_RDONLY)
+        with pytest.raises(UnicodeDecodeError):
+            handles.Context.import_device(fd)
+        assert library.calls == [("close", 0)]
+        os.close(fd)
+
+    def test_adopted(self, library: Library, soft: software.Context) -> None:
+        class Lender(ctypes.Structure):
+            _fields_ = (("pointer", ctypes.c_void_p),)
+
+        new_capsule = ctypes.pythonapi.PyCapsule_New
+        new_capsule.restype = ctypes.py_object
+        new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+        lender = Lender(soft.verbs_pointer)
+        with pytest.raises(UnicodeDecodeError):
+            handles.Context.adopt(new_capsule(ctypes.addressof(lender), b"ibv_context *", None), lender)
+        assert library.calls == [], "the context is the lender's"
+        released = weakref.ref(lender)
+        del lender
+        gc.collect()
+        assert released() is None
 
 
 def test_libibverbs_is_not_asked_about_the_software_device(soft: software.Context) -> None:
@@ -189,5 +243,5 @@ def test_libibverbs_is_not_asked_about_the_software_device(soft: software.Contex
 
 
 def test_only_verbs_of_the_tables_have_a_slot() -> None:
-    with pytest.raises(ValueError, match="ibv_reg_dmabuf_mr is not in the table"), replaced("reg_dmabuf_mr", None):
+    with pytest.raises(ValueError, match="ibv_reg_dmabuf_mr is not in the table"), replaced("reg_dmabuf_mr", print):
         pass

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["adopt_context", "adopt_memory_region", "adopt_protection_domain", "gid_table", "names", "open_context"]
 
+_KINDS = frozenset(GidType)
+
 
 def names() -> list[str]:
     """Return the names of the RDMA devices for which libibverbs has a provider (``ibv_get_device_list``).
@@ -58,21 +60,23 @@ def gid_table(context: handles.Context, port: int) -> list[Gid]:
 
     :param context: context of an RDMA device.
     :param port: number of the port, from 1.
-    :returns: a new list of `Gid` without the empty entries. If the device has no such port, the list is empty, or
-        VerbsError is raised if the kernel's files are read.
+    :returns: a new list of `Gid`, without empty entries and entries of a type that `GidType` lacks. If the device has
+        no such port, the list is empty, or VerbsError is raised if the kernel's files are read.
     :raises VerbsError: the verb or the query for the size of a port's table failed, or the kernel's files cannot be
         read.
     :raises ClosedResourceError: the context is closed.
     """
     ports = range(1, context.attributes.phys_port_cnt + 1)
     max_entries = sum(context.query_port(each).gid_tbl_len for each in ports)
+    if not max_entries:  # the kernel refuses to read nothing
+        return []
     try:
         found = context.query_gid_table(max_entries)
     except VerbsError as error:
         if error.errno != errno.EOPNOTSUPP:
             raise
         return sysfs.gid_table(context.name, port)
-    return [Gid(index, gid, GidType(kind)) for number, index, gid, kind in found if number == port]
+    return [Gid(index, gid, GidType(kind)) for number, index, gid, kind in found if number == port and kind in _KINDS]
 
 
 def adopt_context(context: "PyverbsContext") -> handles.Context:

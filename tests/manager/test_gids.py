@@ -75,6 +75,7 @@ class FakePortsContext:
     def __init__(self) -> None:
         self.entries: list[tuple[int, int, bytes, int]] = []
         self.asked = 0
+        self.entries_of_port = 16
         self.error: VerbsError | None = None
 
     @property
@@ -82,7 +83,7 @@ class FakePortsContext:
         return SimpleNamespace(phys_port_cnt=2)
 
     def query_port(self, number: int) -> Any:
-        return SimpleNamespace(gid_tbl_len=16 * number)
+        return SimpleNamespace(gid_tbl_len=self.entries_of_port * number)
 
     def query_gid_table(self, max_entries: int) -> list[tuple[int, int, bytes, int]]:
         self.asked = max_entries
@@ -114,6 +115,18 @@ def test_each_port_has_its_own_gid(fake: FakePortsContext, context: handles.Cont
     fake.entries.clear()
     with pytest.raises(ValueError, match="port 2 of mlx5_7 has no GID: give its network interface an address"):
         gid_index(context, 2)
+
+
+def test_a_gid_of_an_unknown_type_is_left_out(fake: FakePortsContext, context: handles.Context) -> None:
+    (known,) = table((V2, IPV4))
+    fake.entries = [(1, 0, known.gid, int(V2)), (1, 1, known.gid, 3)]
+    assert gid_table(context, 1) == [known]
+
+
+def test_ports_without_a_gid_table(fake: FakePortsContext, context: handles.Context) -> None:
+    fake.entries_of_port = 0
+    fake.error = VerbsError("ibv_query_gid_table", errno.EINVAL)  # of the kernel, for no entries
+    assert gid_table(context, 1) == []
 
 
 def test_an_error_of_the_verb_is_raised(fake: FakePortsContext, context: handles.Context) -> None:

@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 import nox
+from nox.command import CommandFailed
 
 nox.needs_version = ">=2025.5.1"
 nox.options.sessions = ["lint", "types", "contracts", "tests"]
@@ -62,7 +63,7 @@ DEVICE_DEPENDENT_TESTS += [
 DIFFERENTIAL_SEEDS = "10"  # of 60; for the tests that compare soft-RoCE with the software device
 RDMA_LIMIT_S = 2100
 SOAK_LIMIT_S = 7200
-PYTHONS = ("3.11", "3.12", "3.13", "3.14")
+PYTHONS = nox.project.python_versions(PYPROJECT)
 RELEASES = ("trixie", "forky")  # Debian releases with newer versions of rdma-core and Python
 THREAD = "-fsanitize=thread -fno-omit-frame-pointer -O1 -g"
 # Tests spend much of their time asleep or waiting for other processes, so they run in parallel. Only a few at once,
@@ -555,8 +556,9 @@ def build(session: nox.Session) -> None:
         shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", ".nox", ".venv", ".cache", ".*_cache"))
         session.run("python", "-m", "build", "--sdist", "--outdir", str(dist), str(tree), silent=True)
         (sdist,) = dist.iterdir()
-        compilers = [each for each in ("gcc", "clang") if shutil.which(each)]
-        for compiler in compilers:
+        for compiler in ("gcc", "clang"):
+            if not shutil.which(compiler):
+                session.error(f"{compiler} is not installed: on Debian and Ubuntu run `apt-get install {compiler}`")
             made = Path(outside, compiler)
             command = ("python", "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(made), str(sdist))
             session.run(*command, env={"CC": compiler}, silent=True)
@@ -564,7 +566,6 @@ def build(session: nox.Session) -> None:
             session.run("python", "tests/checks/distributions.py", str(sdist), str(wheel))
             session.run("python", "-m", "venv", "--without-pip", f"{made}/venv")
             try_wheel(session, wheel, f"{made}/venv/bin/python")
-        session.log(f"built with {' and '.join(compilers)}")
 
 
 @nox.session
@@ -573,26 +574,51 @@ def wheels(session: nox.Session) -> None:
 
     They are for each CPython of this machine or of a Debian release; others are named and left out. zig, from PyPI,
     compiles them for the C library of manylinux_2_28. Each is installed in an empty environment and used, and runs a
-    core of pytest: for x86_64 natively, for aarch64 under Debian's qemu-user.
+    core of pytest: for x86_64 natively, for aarch64 under Debian's qemu-user, where the C programs that the same
+    compiler makes run, too. All are tried, also after one has failed.
+    """
+    made = build_wheels(session, *session.posargs)
+    failed = []
+    for name, (wheel, program) in made.items():
+        session.log(f"trying {name}")
+        emulated = name.endswith("aarch64")
+        try:
+            environment = folder(session, "environments") / name
+            session.run(str(program), "-m", "venv", "--clear", "--without-pip", str(environment), external=True)
+            python = str(environment / "bin" / "python")
+            try_wheel(session, wheel, python)
+            session.run("python", "-m", "pip", "--python", python, "install", "-q", *group("test"), silent=True)
+            session.run(*core_of_pytest(python), *CORE_TESTS, env=EMULATED if emulated else {}, external=True)
+        except CommandFailed:
+            failed.append(name)
+    emulators = [program.parent / "run" for name, (_, program) in made.items() if name.endswith("aarch64")]
+    if emulators:
+        session.install(*group("native"))
+        compiler = f"{session.bin}/python -m ziglang cc -target aarch64-linux-gnu.2.28"
+        try:
+            run_native(session, "plain", str(emulators[0]), env={"CC": compiler, "CFLAGS": "-DWAIT_S=40"})
+        except CommandFailed:
+            failed.append("C programs for aarch64")
+    if failed:
+        session.error(f"failed: {', '.join(failed)}")
+
+
+def build_wheels(session: nox.Session, *names: str) -> dict[str, tuple[Path, Path]]:
+    """Build manylinux wheels and check their contents.
+
+    :param names: names of the wheels, such as ``"3.13-x86_64"``; without names, all are built.
+    :returns: by name, the path of the wheel and that of an interpreter of its version and architecture.
     """
     session.install(*group("wheels"), *PYPROJECT["build-system"]["requires"])
+    cache = session.cache_dir.absolute() / "wheels"
     dist = folder(session, "dist")
     shutil.rmtree(dist)
     dist.mkdir()
-    command = ("python", "tests/wheels/build.py", str(folder(session, "pythons")), str(dist), *session.posargs)
-    printed = str(session.run(*command, silent=True, stderr=None))
-    made = [json.loads(line) for line in printed.splitlines()]
+    command = ("python", "tests/wheels/build.py", str(cache / "pythons"), str(dist), *names)
+    made = [json.loads(line) for line in str(session.run(*command, silent=True, stderr=None)).splitlines()]
     session.run("python", "tests/checks/distributions.py", *(each["wheel"] for each in made))
-    for each in made:
-        session.log(f"trying {each['name']}")
-        environment = folder(session, "environments") / each["name"]
-        session.run(each["program"], "-m", "venv", "--clear", "--without-pip", str(environment), external=True)
-        python = str(environment / "bin" / "python")
-        try_wheel(session, Path(each["wheel"]), python)
-        session.run("python", "-m", "pip", "--python", python, "install", "-q", *group("test"), silent=True)
-        emulated = each["name"].endswith("aarch64")
-        session.run(*core_of_pytest(python), *CORE_TESTS, env=EMULATED if emulated else {}, external=True)
     session.log(f"{dist}")
+    return {each["name"]: (Path(each["wheel"]), Path(each["program"])) for each in made}
 
 
 def run_on_release(

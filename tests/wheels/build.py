@@ -73,17 +73,23 @@ def build(interpreter: Interpreter, dist: Path) -> Path:
 def _tag(wheel: Path, interpreter: Interpreter, dist: Path) -> Path:
     """Name a wheel after what it was compiled for, check that with auditwheel, and move it to `dist`.
 
-    :raises SystemExit: the wheel needs a newer C library, or other libraries than manylinux allows.
+    :raises SystemExit: auditwheel cannot read the wheel, or the wheel needs a newer C library, or other libraries than
+        manylinux allows.
     """
     python = f"cp{interpreter.version.replace('.', '')}"
     tags = ("--python-tag", python, "--abi-tag", python, "--platform-tag", f"linux_{interpreter.machine}")
     wheel = _retag(wheel, *tags)
-    shown = subprocess.run(("auditwheel", "show", str(wheel)), capture_output=True, text=True, check=False)
-    lowest = re.search(rf'"manylinux_2_(\d+)_{interpreter.machine}"', shown.stdout)
-    if lowest is None or int(lowest[1]) > GLIBC_MINOR:
+    shown = subprocess.run(("auditwheel", "show", "--json", str(wheel)), capture_output=True, text=True, check=False)
+    if shown.returncode or not is_compatible(json.loads(shown.stdout)["overall_tag"], interpreter.machine):
         sys.exit(f"{wheel.name} is no wheel for manylinux_2_{GLIBC_MINOR}:\n{shown.stdout}{shown.stderr}")
     tagged = _retag(wheel, "--platform-tag", f"manylinux_2_{GLIBC_MINOR}_{interpreter.machine}")
     return Path(shutil.move(tagged, dist / tagged.name))
+
+
+def is_compatible(tag: str, machine: str) -> bool:
+    """Return whether a wheel with a platform tag is one for manylinux_2_28 and an architecture."""
+    found = re.fullmatch(rf"manylinux_2_(\d+)_{machine}", tag)
+    return found is not None and int(found[1]) <= GLIBC_MINOR
 
 
 def _retag(wheel: Path, *tags: str) -> Path:
@@ -96,18 +102,16 @@ def _retag(wheel: Path, *tags: str) -> Path:
 def main() -> None:
     cache, dist, chosen = Path(sys.argv[1]).resolve(), Path(sys.argv[2]).resolve(), sys.argv[3:]
     try:
-        interpreters, missing = find(cache)
+        interpreters, missing = find(cache, chosen)
     except PackageError as error:
         sys.exit(str(error))
     for name in missing:
         print(f"no wheel for {name}: neither this machine nor Debian has that Python with headers", file=sys.stderr)
-    names = [each.name for each in interpreters]
-    if not set(chosen) <= set(names):
-        sys.exit(f"no such wheel among {', '.join(chosen)}; there are {', '.join(names)}")
+    if chosen and missing:
+        sys.exit(1)
     for each in interpreters:
-        if not chosen or each.name in chosen:
-            wheel = build(each, dist)
-            print(json.dumps({"wheel": str(wheel), "name": each.name, "program": str(each.program)}), flush=True)
+        wheel = build(each, dist)
+        print(json.dumps({"wheel": str(wheel), "name": each.name, "program": str(each.program)}), flush=True)
 
 
 if __name__ == "__main__":

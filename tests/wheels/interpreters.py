@@ -2,17 +2,22 @@
 
 import os
 import platform
+import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+import sys
+import tomllib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.debian_python import unpack_python
 
-__all__ = ["VERSIONS", "Interpreter", "find"]
+__all__ = ["Interpreter", "find"]
 
-VERSIONS = ("3.11", "3.12", "3.13", "3.14")
+ROOT = Path(__file__).resolve().parents[2]
+CLASSIFIERS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["classifiers"]
+VERSIONS = [each[1] for each in (re.fullmatch(r".*:: Python :: (3\.\d+)", text) for text in CLASSIFIERS) if each]
 RELEASES = (None, "trixie", "forky")  # this system's release, and later ones with newer Pythons
 DEBIAN_NAMES = {"x86_64": "amd64", "aarch64": "arm64"}  # of the architectures
 _DESCRIBE = "import platform, sysconfig; print(platform.machine(), sysconfig.get_path('include'))"
@@ -39,20 +44,24 @@ class Interpreter:
         return f"{self.version}-{self.machine}"
 
 
-def find(cache: Path) -> tuple[list[Interpreter], list[str]]:
+def find(cache: Path, names: Sequence[str] = ()) -> tuple[list[Interpreter], list[str]]:
     """Return the interpreters, at most one of each version and architecture, and the names of those that are missing.
 
+    Debian's releases are unpacked until all interpreters are found.
+
     :param cache: folder for Debian's releases, and for copies of headers.
+    :param names: names of the interpreters; empty: of all versions and architectures.
     :raises PackageError: packages could not be downloaded or unpacked.
     """
+    wanted = names or [f"{version}-{machine}" for version in VERSIONS for machine in DEBIAN_NAMES]
     found = {each.name: each for version in VERSIONS for each in _own(version, cache)}
     for release in RELEASES:
-        unpacked = _unpacked(cache, release, "aarch64")
-        found[unpacked.name] = unpacked
-        if f"{unpacked.version}-x86_64" not in found:
-            unpacked = _unpacked(cache, release, "x86_64")
-            found[unpacked.name] = unpacked
-    wanted = [f"{version}-{machine}" for version in VERSIONS for machine in DEBIAN_NAMES]
+        for machine in DEBIAN_NAMES:
+            if any(name.endswith(machine) for name in wanted if name not in found):
+                unpacked = _unpacked(cache, release, machine)
+                found.setdefault(unpacked.name, unpacked)
+                if unpacked.version not in VERSIONS:
+                    print(f"{release} has Python {unpacked.version}, which no wheel is made for", file=sys.stderr)
     return [found[name] for name in wanted if name in found], [name for name in wanted if name not in found]
 
 

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import nox
@@ -60,6 +61,9 @@ DEVICE_DEPENDENT_TESTS += [
         "storage/test_serving.py::test_written_data_is_read_back",
     )
 ]
+# What a user does with an RDMA device and a wheel: `nox -s rdma -- --wheel`.
+WHEEL_TESTS = [f"tests/rdma/test_{name}.py" for name in ("installation", "command_line", "rping")]
+WHEEL_TESTS += [f"tests/rdma/test_doctor.py::test_{name}" for name in ("all_devices_are_usable", "no_libibverbs")]
 DIFFERENTIAL_SEEDS = "10"  # of 60; for the tests that compare soft-RoCE with the software device
 RDMA_LIMIT_S = 2100
 SOAK_LIMIT_S = 7200
@@ -109,6 +113,7 @@ def install_project(
     ldflags: str = "",
     python: str = "python",
     rebuild: bool = False,
+    env: Mapping[str, str] = {},
 ) -> Path:
     """Compile and install the project and further requirements; return the folder with the build products.
 
@@ -119,6 +124,7 @@ def install_project(
     :param ldflags: added to LDFLAGS.
     :param python: the interpreter to install for.
     :param rebuild: delete earlier build products first.
+    :param env: further environment variables of the build.
     """
     check = session.run(python, "aioverbs/_build/toolchain.py", silent=True, success_codes=[0, 1], external=True)
     if isinstance(check, str) and check.strip():
@@ -136,7 +142,7 @@ def install_project(
     products.mkdir(parents=True, exist_ok=True)
     config = products / "setup.cfg"
     config.write_text(f"[build]\nbuild_base = {products}\n[egg_info]\negg_base = {products}\n")
-    env = {"DIST_EXTRA_CONFIG": str(config), **flags}
+    env = {"DIST_EXTRA_CONFIG": str(config), **flags, **env}
     with (products / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         session.run(python, "-m", "pip", "install", "-q", *requirements, ".[cli]", env=env, silent=True, external=True)
@@ -621,30 +627,82 @@ def build_wheels(session: nox.Session, *names: str) -> dict[str, tuple[Path, Pat
     return {each["name"]: (Path(each["wheel"]), Path(each["program"])) for each in made}
 
 
+def create_environment(session: nox.Session, name: str, program: Path) -> str:
+    """Create an empty environment, and return the path of its interpreter, which has the name of `program`.
+
+    :param name: name of the environment's folder.
+    :param program: the interpreter that the environment is for.
+    """
+    environment = folder(session, name)
+    session.run(str(program), "-m", "venv", "--clear", "--without-pip", str(environment), external=True)
+    return str(environment / "bin" / program.name)
+
+
+def unpack_release(session: nox.Session, release: str, *programs: str) -> list[Path]:
+    """Unpack a later Debian release, and return the programs that run this session's Python with the release's C
+    library, and the release's own Python, which its pyverbs is built for.
+
+    The latter is `python`. Where both are of the same version, only it is returned.
+
+    :param programs: paths of programs of this system to add to the folder of the release's programs.
+    """
+    code = "import os, sys; print(os.path.realpath(sys._base_executable))"
+    same = str(session.run("python", "-c", code, silent=True)).strip()
+    script = ("python", "tests/rdma/vm_release.py", release, ".cache/rdma-vm", *programs, same)
+    own = Path(str(session.run(*script, silent=True)).splitlines()[-1], "python")
+    if own.readlink().name == Path(same).name:
+        session.log(f"{release} has this session's version of Python: only its own is tried")
+        return [own]
+    return [own.with_name(Path(same).name), own]
+
+
 def run_on_release(
     session: nox.Session, release: str, vm: tuple[str, ...], env: dict[str, str], limit: str, tests: tuple[str, ...]
 ) -> None:
     """Run tests in the virtual machine with rdma-core of a later Debian release: in this session's Python, then in the
-    release's own, which its pyverbs is built for."""
+    release's own."""
     probe = env["AIOVERBS_TEST_PROBE"]
-    code = "import os, sys; print(os.path.realpath(sys._base_executable))"
-    same = str(session.run("python", "-c", code, silent=True)).strip()
-    printed = session.run("python", "tests/rdma/vm_release.py", release, ".cache/rdma-vm", probe, same, silent=True)
-    programs = Path(str(printed).splitlines()[-1])
-    root = programs.parents[1]
-    env = {**env, "AIOVERBS_TEST_PROBE": str(programs / Path(probe).name), "AIOVERBS_RDMA_RELEASE": str(root)}
-    settings = [part for name, value in env.items() for part in ("--env", f"{name}={value}")]
-    for name in (Path(same).name, "python"):
-        environment = folder(session, f"{release}-{name}")
-        session.run(str(programs / name), "-m", "venv", "--clear", "--without-pip", str(environment), external=True)
-        python = str(environment / "bin" / name)
+    for program in unpack_release(session, release, probe):
+        root = program.parents[2]
+        more = {"AIOVERBS_TEST_PROBE": str(program.with_name(Path(probe).name)), "AIOVERBS_RDMA_RELEASE": str(root)}
+        settings = [part for name, value in (env | more).items() for part in ("--env", f"{name}={value}")]
+        python = create_environment(session, f"{release}-{program.name}", program)
         session.run("python", "-m", "pip", "--python", python, "install", "-q", "pip", silent=True)
-        if name == "python":
-            session.env["CPATH"] = str(root / "usr" / "include")
-        install_project(session, *group("test"), python=python)
-        session.env.pop("CPATH", None)
+        include = {"CPATH": str(root / "usr" / "include")} if program.name == "python" else {}
+        install_project(session, *group("test"), python=python, env=include)
         command = ("sh", "tests/rdma/vm_release.sh", str(root), python, *tests)
         session.run(*vm, *settings, "--timeout", limit, "--", *command)
+
+
+def run_from_wheels(session: nox.Session, vm: tuple[str, ...], arguments: list[str]) -> None:
+    """Install the manylinux wheels in empty environments, and use them in the virtual machine: with this system's
+    rdma-core in each Python that is installed here, and with that of later Debian releases in theirs.
+
+    :param arguments: arguments of pytest in place of `WHEEL_TESTS`.
+    """
+    wheels = build_wheels(session, *(f"{version}-x86_64" for version in PYTHONS))
+    unpacked = session.cache_dir.absolute()  # a Python from here has the libraries of its release, without libibverbs
+    programs = [installed for _, installed in wheels.values() if not installed.is_relative_to(unpacked)]
+    programs += [unpack_release(session, release)[-1] for release in RELEASES]
+    env = {"AIOVERBS_TEST_DEVICES": "rdma", "AIOVERBS_TEST_WHEEL": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    settings = [part for name, value in env.items() for part in ("--env", f"{name}={value}")]
+    pytest = ("-P", "-m", "pytest", "-m", "rdma and not slow", "-p", "no:cacheprovider", "-o", "timeout=240")
+    failed = []
+    for number, program in enumerate(programs):
+        python = create_environment(session, f"wheel-{number}", program)
+        code = "import sys; print(f'3.{sys.version_info.minor}-x86_64')"
+        wheel, _ = wheels[str(session.run(python, "-c", code, silent=True, external=True)).strip()]
+        pip = ("python", "-m", "pip", "--python", python, "install", "-q")
+        session.run(*pip, f"{wheel}[cli]", *group("test"), silent=True)
+        root = program.parents[2]
+        within = ("sh", "tests/rdma/vm_release.sh", str(root)) if program.parent.name == "run" else ()
+        command = (*within, python, *pytest, *(arguments or WHEEL_TESTS))
+        try:
+            session.run(*vm, *settings, "--timeout", str(RDMA_LIMIT_S), "--", *command)
+        except CommandFailed:
+            failed.append(str(program))
+    if failed:
+        session.error(f"failed with {', '.join(failed)}")
 
 
 def bench_program(session: nox.Session) -> str:
@@ -666,13 +724,20 @@ def rdma(session: nox.Session) -> None:
 
     These run something else instead: `-- --soak` the long tests (10,000 connects and disconnects, and storms of
     operations); `-- --bench` the benchmarks on RDMA devices, `-- --bench window` some of them; `-- --power-cuts` 50
-    power cuts of the virtual machine under a storage server's load, `-- --power-cuts --rounds 5` fewer.
+    power cuts of the virtual machine under a storage server's load, `-- --power-cuts --rounds 5` fewer; `-- --wheel`
+    uses the manylinux wheels in the virtual machine, in each Python that there is, also with later Debian releases.
     """
     python = f"{session.bin}/python"
     vm = ("python", "tests/rdma/vm.py", "--cwd", str(ROOT))
     devices = Path("/sys/class/infiniband")
     here = "AIOVERBS_DEVICE" in os.environ or (devices.is_dir() and any(devices.iterdir()))
 
+    if "--wheel" in session.posargs:
+        if here:
+            session.error("--wheel needs the virtual machine, which is not used on a machine with an RDMA device")
+        session.run(*vm, "--prepare")
+        run_from_wheels(session, vm, [each for each in session.posargs if each != "--wheel"])
+        return
     bench = "--bench" in session.posargs
     needed = ("rdma-bench",) if bench else ("test", "arrays", "services", "storage")
     install_project(session, *(each for name in needed for each in group(name)))

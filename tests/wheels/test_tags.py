@@ -1,4 +1,4 @@
-"""Which platform tags, as auditwheel determines them, are good enough for the wheels."""
+"""Platform tags, as auditwheel determines them, that the wheels may have."""
 
 import pytest
 

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 
 from aioverbs._core.handles import handles
 from aioverbs._core.software import software
+from aioverbs._lifecycle import forks
 from aioverbs._sharing.messages import ID_BITS, KEY_BITS, device_of, share_id
 from aioverbs.errors import VerbsError
 
@@ -145,7 +146,8 @@ class _InstanceLock:
       instance deallocates the protection domain and writes one byte to the file, which marks the domain as ended.
     - A new instance that cannot get the shared lock, or that finds the byte, fails with ENOENT.
 
-    The kernel releases the locks of a process that dies.
+    The kernel releases the locks of a process that dies. Forked children replace their copies of the descriptor, which
+    would otherwise keep the lock.
 
     :param file: descriptor of the file; the file is opened again, and the descriptor is not closed.
     :raises VerbsError: with ENOENT if the last instance was closed; with EPROTO if another process has a lease on the
@@ -169,6 +171,11 @@ class _InstanceLock:
         if has_ended:
             os.close(self._file)
             raise share_error(errno.ENOENT)
+        forks.keep_from_children(self)
+
+    def fileno(self) -> int:
+        """Return the descriptor that holds the lock; -1 after `close`."""
+        return self._file
 
     def is_last(self) -> bool:
         """Return whether no other instance of the domain is left. This is called when this instance is destroyed.
@@ -196,7 +203,8 @@ class _InstanceLock:
 
     def close(self) -> None:
         """Release the lock, without marking the domain as ended in the file. Call this only once."""
-        os.close(self._file)
+        file, self._file = self._file, -1
+        os.close(file)
 
 
 _shares: weakref.WeakKeyDictionary[handles.Context, "dict[int, Share]"] = weakref.WeakKeyDictionary()

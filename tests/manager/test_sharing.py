@@ -13,6 +13,7 @@ import resource
 import signal
 import socket
 import struct
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
@@ -322,6 +323,31 @@ def test_a_file_under_lease_is_not_waited_for() -> None:
     with pytest.raises(VerbsError, match=r"EPROTO .*lease"):
         shared.join()
     shared.destroy()
+
+
+def test_a_forked_child_does_not_count_as_an_instance(shared: Share) -> None:
+    """The child has copies of the descriptors that hold the locks."""
+    first, second = shared.join(), shared.join()
+    (begun, begin), (go_on, let_go_on) = os.pipe(), os.pipe()
+
+    def stay() -> None:
+        os.write(begin, b"x")
+        os.read(go_on, 1)
+
+    forking = threading.Thread(target=in_child, args=(stay,))
+    forking.start()
+    try:
+        os.read(begun, 1)
+        first.close()  # as at the death of its process
+        assert second.is_last()
+        second.leave(last=True, failed=False)
+        with pytest.raises(VerbsError, match="ENOENT"):
+            shared.join()
+    finally:
+        os.write(let_go_on, b"x")
+        forking.join()
+        for end in (begun, begin, go_on, let_go_on):
+            os.close(end)
 
 
 async def test_device_names_are_escaped_in_messages(ends: Ends) -> None:

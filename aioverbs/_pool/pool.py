@@ -316,9 +316,9 @@ class WorkerPool(Resource):
             error.add_note(f"and closing {self!r} failed: {type(another).__name__}: {another}")
 
     def __del__(self) -> None:
-        super().__del__()
         if getattr(self, "_supervisor", None) is not None and self.state is ResourceState.OPEN and not self.closed:
             self._supervisor.abandon()
+        super().__del__()  # last, because it raises the warning if warnings are errors
 
     # ---- Calls
 

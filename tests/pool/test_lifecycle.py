@@ -5,6 +5,7 @@ import contextlib
 import errno
 import gc
 import os
+import sys
 import threading
 import warnings
 from collections.abc import AsyncIterator, Callable
@@ -254,6 +255,20 @@ async def test_a_garbage_collected_pool_warns_and_ends_its_workers(device: Devic
         held.clear()
     gc.collect()
     await until(lambda: not worker_threads())
+    await pd.aclose()
+
+
+async def test_a_garbage_collected_pool_ends_its_workers_if_warnings_are_errors(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raised: list[str] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: raised.append(str(unraisable.exc_value)))
+    pool = await WorkerPool(device, 2).open()
+    pd = pool.pd
+    del pool
+    gc.collect()
+    await until(lambda: not worker_threads())
+    assert ["was still open: it was forgotten" in each for each in raised] == [True]
     await pd.aclose()
 
 

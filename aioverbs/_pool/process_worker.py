@@ -19,6 +19,7 @@ from typing import Any
 import anyio
 
 from aioverbs._durations import duration
+from aioverbs._lifecycle import forks
 from aioverbs._lifecycle.affinity import Affinity
 from aioverbs._lifecycle.cross_loop import ResultSink
 from aioverbs._pool.pickled_errors import unpickled_error
@@ -249,13 +250,12 @@ class ProcessWorker(WorkerHandle):
         :raises OSError: the process could not be started, for example because no file descriptor is left (EMFILE).
         :raises Exception: whatever pickling the settings of the worker raised.
         """
-        ours, theirs = socket.socketpair()
-        share_ours, share_theirs = socket.socketpair()
-        fd_ours, fd_theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
-        fd_ours.setblocking(False)
-        with share_ours, fd_ours as self._fd_channel, contextlib.ExitStack() as until_connected:
-            until_connected.enter_context(ours)
-            with theirs, share_theirs, fd_theirs:
+        with contextlib.ExitStack() as stack, contextlib.ExitStack() as until_connected:
+            with contextlib.ExitStack() as until_spawned:
+                ours, theirs = _socket_pair(until_connected, until_spawned)
+                share_ours, share_theirs = _socket_pair(stack, until_spawned)
+                self._fd_channel, fd_theirs = _socket_pair(stack, until_spawned, socket.SOCK_SEQPACKET)
+                self._fd_channel.setblocking(False)
                 self._process = process = self._spawn(theirs, share_theirs, fd_theirs)
                 self.process_id = process.pid
             link = self._link = Link(self._on_frame)
@@ -482,6 +482,25 @@ class ProcessWorker(WorkerHandle):
             self.on_done(call, None, error)
         else:
             self.on_done(call, result, None)
+
+
+def _socket_pair(
+    ours: contextlib.ExitStack, theirs: contextlib.ExitStack, kind: socket.SocketKind = socket.SOCK_STREAM
+) -> tuple[socket.socket, socket.socket]:
+    """Return the two ends of a new socket pair: this process's end and that of a worker process.
+
+    Forked children of this process do not keep its end, which would hide the end of this process from the worker.
+
+    :param ours: stack that closes this process's end.
+    :param theirs: stack that closes the worker's end.
+    :param kind: type of the sockets.
+    :raises OSError: no file descriptor is left (EMFILE).
+    """
+    pair = socket.socketpair(type=kind)
+    for stack, end in zip((ours, theirs), pair, strict=True):
+        stack.enter_context(end)
+    forks.keep_from_children(pair[0])
+    return pair
 
 
 def _describe_exit(status: int) -> str:

@@ -1,10 +1,12 @@
 """Opening and closing of process pools."""
 
 import asyncio
+import errno
 import gc
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import threading
 from functools import partial
@@ -44,6 +46,25 @@ async def test_a_process_pool_drains_after_another_loop_failed_to_close_it(devic
     work.mark(str(tmp_path), "go on")
     assert await call.wait() == "go on"
     await closing
+
+
+async def test_a_worker_without_free_descriptors_leaves_no_socket_open(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[socket.socket, socket.socket]] = []
+    socketpair = socket.socketpair
+
+    def limited(**arguments: Any) -> tuple[socket.socket, socket.socket]:
+        if len(made) == 2:
+            raise OSError(errno.EMFILE, "no free descriptors")
+        made.append(socketpair(**arguments))
+        return made[-1]
+
+    monkeypatch.setattr(socket, "socketpair", limited)
+    pool = WorkerPool(device, 1, processes=True)
+    with pytest.raises(OSError, match="no free descriptors"):
+        await pool.open()
+    assert [end.fileno() for pair in made for end in pair] == [-1] * 4
 
 
 async def test_a_death_breaks_a_pool_that_does_not_replace_workers(

@@ -8,14 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 from aioverbs._lifecycle.affinity import Affinity, running_loop
-from aioverbs._lifecycle.resource import open_part_now
 from aioverbs._pool.process_main import ProcessSettings
 from aioverbs._pool.process_worker import ProcessWorker, SocketCall, pickled_call
 from aioverbs._pool.supervisor import Counts, Supervisor, WorkerHandle
 from aioverbs._pool.thread_worker import ThreadWorker
 from aioverbs._pool.worker import WorkerSettings
 from aioverbs._verbs.device import Device
-from aioverbs._verbs.protection_domain import ProtectionDomain, SharedProtectionDomain, can_send_to_processes
+from aioverbs._verbs.protection_domain import DomainShare, ProtectionDomain, domain_share_of, share_domain
 from aioverbs.errors import VerbsError
 
 __all__ = ["ProcessBackend", "SocketCallFactory", "ThreadBackend"]
@@ -83,7 +82,7 @@ class ProcessBackend(ThreadBackend):
 
     def __init__(self, device: Device, pd: ProtectionDomain, settings: WorkerSettings) -> None:
         super().__init__(device, pd, settings)
-        self._shared: SharedProtectionDomain | None = None
+        self._domain_share: DomainShare | None = None
 
     def owner(self) -> Affinity | None:
         """Return the running loop and its thread as the owner: only that loop communicates with the workers.
@@ -95,25 +94,24 @@ class ProcessBackend(ThreadBackend):
     def open(self) -> None:
         """Prepare the settings of the worker processes, and share the pool's protection domain if the device can.
 
+        A domain that was shared before, for example by another pool, stays shared in the same way until it is closed.
         If the device cannot share it between processes, each worker will open a protection domain of its own.
 
-        :raises VerbsError: sharing the domain failed with an ``errno`` other than EOPNOTSUPP. The domain stays open.
+        :raises VerbsError: sharing the domain failed with an ``errno`` other than EOPNOTSUPP: with EEXIST if the domain
+            is an instance of a domain that is shared elsewhere. The domain stays open.
         :raises RuntimeError: no asyncio event loop is running. In this case nothing is done.
         """
         self._owner = Affinity.of_running_loop()
-        key = secrets.randbits(64)
-        shared = self._pd.share(key)
-        try:
-            open_part_now(shared)
-        except VerbsError as error:
-            if error.errno != errno.EOPNOTSUPP:
-                raise
-        else:
-            # A domain that can be shared only inside of one process cannot be sent.
-            self._shared = shared if can_send_to_processes(shared) else None
-        self._process_settings = ProcessSettings.of(
-            self._device, self._settings, (shared.id, key) if self._shared else None
-        )
+        share = domain_share_of(self._pd)
+        if share is None:
+            try:
+                share = share_domain(self._pd, secrets.randbits(64))
+            except VerbsError as error:
+                if error.errno != errno.EOPNOTSUPP:
+                    raise
+        self._domain_share = share
+        shared = (share.id, share.key) if share is not None else None
+        self._process_settings = ProcessSettings.of(self._device, self._settings, shared)
 
     def spawn(self, supervisor: Supervisor, number: int, counts: Counts) -> WorkerHandle:
         """Return the handle of a new worker process, which is not started yet.
@@ -122,7 +120,7 @@ class ProcessBackend(ThreadBackend):
         :param number: number of the worker in its pool.
         :param counts: counts of the worker and of the workers that it replaces.
         """
-        return ProcessWorker(supervisor, number, counts, self._owner, self._process_settings, self._shared)
+        return ProcessWorker(supervisor, number, counts, self._owner, self._process_settings, self._domain_share)
 
     def make_payload(self, function: Callable[..., Any], args: tuple[Any, ...]) -> object:
         """Return the payload of a call for `Supervisor.send`: the function and its arguments as pickled bytes.

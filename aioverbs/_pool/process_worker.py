@@ -27,7 +27,7 @@ from aioverbs._pool.process_exit import ExitWatch
 from aioverbs._pool.process_main import ProcessSettings, Ready, SpawnedWorker
 from aioverbs._pool.process_protocol import FrameType, Link, send_socket
 from aioverbs._pool.supervisor import Counts, PendingCall, Supervisor, WorkerHandle
-from aioverbs._verbs.protection_domain import SharedProtectionDomain
+from aioverbs._verbs.protection_domain import DomainShare
 from aioverbs.errors import BrokenResourceError
 
 __all__ = ["ProcessWorker", "SocketCall", "pickled_call"]
@@ -129,7 +129,8 @@ class ProcessWorker(WorkerHandle):
     :param counts: counts of the worker and of the workers that it replaces.
     :param owner: event loop that opened the pool, and its thread.
     :param settings: settings of the worker processes.
-    :param shared: shared protection domain that is sent to the process; None if each worker opens its own.
+    :param domain_share: share of the protection domain that is sent to the process; None if each worker opens its own
+        domain.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class ProcessWorker(WorkerHandle):
         counts: Counts,
         owner: Affinity,
         settings: ProcessSettings,
-        shared: SharedProtectionDomain | None,
+        domain_share: DomainShare | None,
     ) -> None:
         super().__init__(supervisor, number, counts)
         assert owner.loop is not None
@@ -147,8 +148,8 @@ class ProcessWorker(WorkerHandle):
         self._owner = owner
         self._has_lost_loop = False
         self._settings = settings
-        self._shared = shared
-        self.shares_pd = shared is not None
+        self._domain_share = domain_share
+        self.shares_pd = domain_share is not None
         self._sent_calls: dict[int, _ProcessCall] = {}
         self._unsent_sockets: deque[_ProcessCall] = deque()  # calls that wait until their sockets are sent
         self._fd_channel: socket.socket | None = None
@@ -295,9 +296,9 @@ class ProcessWorker(WorkerHandle):
         :param link: link to the process.
         """
         sharing: asyncio.Task[None] | None = None
-        if self._shared is not None:
+        if self._domain_share is not None:
             share.setblocking(False)
-            sharing = asyncio.create_task(self._shared.send(share))
+            sharing = asyncio.create_task(self._domain_share.send(share))
         ready = asyncio.wrap_future(self.ready)
         try:
             await asyncio.wait([link.disconnected, ready], return_when=asyncio.FIRST_COMPLETED)

@@ -30,12 +30,14 @@ if TYPE_CHECKING:
     from pyverbs.pd import PD
 
 __all__ = [
+    "DomainShare",
     "InterchangeableDomain",
     "ParentDomain",
     "ProtectionDomain",
     "SharedProtectionDomain",
     "base_protection_domain",
-    "can_send_to_processes",
+    "domain_share_of",
+    "share_domain",
     "with_base",
 ]
 
@@ -184,6 +186,7 @@ class ProtectionDomain(InterchangeableDomain):
         self._user_pd = lent  # pyverbs PD owned by the user
         self._cache = RegistrationCache(self)
         self._allocators = _Allocators()
+        self._domain_share: DomainShare | None = None  # set by `share_domain`
 
     def _open(self) -> None:
         if self._user_pd is not None:
@@ -238,6 +241,56 @@ def _shared_memory(handle: handles.ProtectionDomain) -> NativeAllocator:
         raise shared_pd.share_error(error.errno) from None
 
 
+class DomainShare:
+    """Access of other contexts and processes to a protection domain; made by `share_domain`.
+
+    It has no reference to the `ProtectionDomain`, which refers to it.
+
+    :param pd: handle of the protection domain.
+    :param shared_id: ID of the shared domain, 96 bits.
+    :param share_key: secret that other contexts need to open the domain, 64 bits.
+    :param share: the share, which is destroyed before the protection domain.
+    """
+
+    def __init__(
+        self,
+        pd: handles.ProtectionDomain,
+        shared_id: int,
+        share_key: int,
+        share: shared_pd.Share | shared_pd.SoftShare,
+    ) -> None:
+        self.id = shared_id
+        self.key = share_key
+        self._pd = pd
+        self._share = share
+
+    async def send(self, socket: socket.socket) -> None:
+        """Answer a request for access from the process at the other end of a socket: `SharedProtectionDomain.send`."""
+        await exchange.answer(socket, self._pd.context, self._share)
+
+
+def share_domain(pd: ProtectionDomain, share_key: int) -> DomainShare:
+    """Share a protection domain until it is closed, and return its `DomainShare`.
+
+    :param pd: protection domain, which must be open.
+    :param share_key: secret that other contexts need to open the domain, 64 bits.
+    :raises ClosedResourceError: the protection domain is not open.
+    :raises VerbsError: with EOPNOTSUPP if the provider does not implement sharing, with EEXIST if the domain is already
+        shared.
+    :raises OSError: on an RDMA device: with EMFILE if no file descriptor is left.
+    """
+    handle = pd.handle
+    shared_id, share = shared_pd.share(handle, share_key)
+    lifecycle_of(pd).hold(share)
+    pd._domain_share = DomainShare(handle, shared_id, share_key, share)
+    return pd._domain_share
+
+
+def domain_share_of(pd: ProtectionDomain) -> DomainShare | None:
+    """Return the `DomainShare` of a protection domain; None if the domain was not shared through this object."""
+    return pd._domain_share
+
+
 class SharedProtectionDomain(Resource):
     """Protection domain that is shared with other contexts of its device: ``ibv_alloc_shpd``.
 
@@ -271,12 +324,10 @@ class SharedProtectionDomain(Resource):
         super().__init__(pd)
         self._pd = pd
         self._share_key = share_key
-        self._id: int | None = None
-        self._share: shared_pd.Share | shared_pd.SoftShare | None = None
+        self._domain_share: DomainShare | None = None
 
     def _open(self) -> None:
-        self._id, self._share = shared_pd.share(self._pd.handle, self._share_key)
-        lifecycle_of(self._pd).hold(self._share)
+        self._domain_share = share_domain(self._pd, self._share_key)
 
     async def send(self, socket: socket.socket) -> None:
         """Give the process at the other end of a socket access to the domain, by answering one request from it.
@@ -304,8 +355,8 @@ class SharedProtectionDomain(Resource):
         :raises ClosedResourceError: the shared protection domain is not open.
         """
         self._check_open()
-        assert self._share is not None
-        await exchange.answer(socket, self._pd.handle.context, self._share)
+        assert self._domain_share is not None
+        await self._domain_share.send(socket)
 
     @property
     def id(self) -> int:
@@ -316,9 +367,9 @@ class SharedProtectionDomain(Resource):
 
         :raises ClosedResourceError: the shared protection domain was never opened.
         """
-        if self._id is None:
+        if self._domain_share is None:
             raise ClosedResourceError(f"{self!r} was never opened: open it with `async with`")
-        return self._id
+        return self._domain_share.id
 
 
 class ParentDomain(InterchangeableDomain):
@@ -426,14 +477,6 @@ class ParentDomain(InterchangeableDomain):
     def native_allocators(self) -> bool:
         """Whether the domain is open, native and has an allocator, so that the provider may call the allocator."""
         return self.native and self.allocator is not None
-
-
-def can_send_to_processes(shared: SharedProtectionDomain) -> bool:
-    """Return whether `shared` was opened, so that `SharedProtectionDomain.send` can send it to other processes.
-
-    This remains True after the object is closed.
-    """
-    return shared._share is not None
 
 
 publish(__name__)

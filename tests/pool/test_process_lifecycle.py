@@ -1,6 +1,7 @@
 """Opening and closing of process pools."""
 
 import asyncio
+import contextlib
 import errno
 import gc
 import os
@@ -65,6 +66,23 @@ async def test_a_worker_without_free_descriptors_leaves_no_socket_open(
     with pytest.raises(OSError, match="no free descriptors"):
         await pool.open()
     assert [end.fileno() for pair in made for end in pair] == [-1] * 4
+
+
+@pytest.mark.parametrize("by", ["another pool", "a closed pool", "the user"])
+async def test_pools_share_a_domain_that_is_shared_already(device: Device, by: str) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        pd = await stack.enter_async_context(device.protection_domain())
+        if by == "the user":
+            await stack.enter_async_context(pd.share(5))
+        else:
+            other = await stack.enter_async_context(WorkerPool(device, 1, pd=pd, processes=True))
+            if by == "a closed pool":
+                await other.aclose()
+        pool = await stack.enter_async_context(WorkerPool(device, 1, pd=pd, processes=True))
+        region = await stack.enter_async_context(pd.register(64, work.ACCESS, pd.shared_memory))
+        await pool.run(work.write_to_remote, region.remote(), b"hello")
+        assert bytes(region.buffer[:5]) == b"hello"
+        assert pool.statistics().workers[0].shares_pd
 
 
 async def test_a_death_breaks_a_pool_that_does_not_replace_workers(

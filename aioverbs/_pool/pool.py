@@ -93,7 +93,7 @@ class WorkerPool(Resource):
     :param loop: event loops of the workers: ``"asyncio"``, ``"uvloop"``, or a function that returns a new event loop.
     :param setup: function that takes a `Worker` and returns an async context manager. Each worker enters it on its loop
         before it takes calls, and leaves it when it ends. Its value becomes the ``state`` of the `Worker`. None if the
-        workers need no setup.
+        workers need no setup. An exception that it raises when it is left is logged, or printed by a worker process.
     :param placement: policy that chooses a worker for calls that name neither a worker nor a key; None for
         `RoundRobin`.
     :param on_worker_death: ``"replace"``: a worker that dies is replaced with a new one that has the same number.

@@ -463,7 +463,7 @@ class Supervisor:
 
         :param handle: handle of the worker.
         :param reason: text that says how the worker ended, for messages.
-        :param cause: exception that ended the worker; None if unknown.
+        :param cause: exception that ended the worker, which is logged if the worker was told to end; None if unknown.
         :param is_replaceable: False if no other worker can take its place.
         """
         if self.inherited:
@@ -483,6 +483,8 @@ class Supervisor:
         death_error = functools.partial(_death_error, handle, reason, cause, successor is not None)
         if is_death and (handle.is_ready or handle.counts.deaths > 1):  # else `start` reports it
             logger.error("%s: %s", self.name, death_error())
+        elif not is_death and handle.is_ready and cause is not None:
+            logger.error("%s: an exception ended %r while the pool was being closed", self.name, handle, exc_info=cause)
         for call in calls:
             handle.on_done(call, None, death_error())
         if successor is not None:

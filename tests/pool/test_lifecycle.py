@@ -336,6 +336,20 @@ async def test_setup_is_entered_before_calls_and_left_at_the_end(device: Device,
     assert sorted(left) == [0, 1]
 
 
+async def test_an_exception_at_the_end_of_a_worker_is_logged(device: Device, caplog: pytest.LogCaptureFixture) -> None:
+    @contextlib.asynccontextmanager
+    async def setup(worker: Worker) -> AsyncIterator[None]:
+        yield
+        raise ValueError("not flushed")
+
+    async with WorkerPool(device, 1, setup=setup) as pool:
+        assert await pool.run(number) == 0
+    (record,) = caplog.records
+    assert "an exception ended <worker 0 of WorkerPool" in record.message
+    assert record.exc_info is not None
+    assert str(record.exc_info[1]) == "not flushed"
+
+
 # ---- Deaths
 
 

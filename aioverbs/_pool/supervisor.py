@@ -573,7 +573,7 @@ class Supervisor:
             self.state = SupervisorState.STOPPED
             calls = [call for handle in self._handles for call in tuple(handle.calls)]
             for call in calls:
-                call.is_cancelled_by_pool = True
+                call.is_cancelled_by_pool = not call.is_withdrawn  # a caller that was cancelled before gets that back
             waiting = [(handle, call) for handle in self._handles for call, _ in tuple(handle.backlog)]
             for handle in self._handles:
                 handle.backlog.clear()

@@ -68,6 +68,21 @@ async def test_a_worker_without_free_descriptors_leaves_no_socket_open(
     assert [end.fileno() for pair in made for end in pair] == [-1] * 4
 
 
+@pytest.mark.parametrize("is_process", [False, True], ids=["threads", "processes"])
+async def test_a_caller_that_was_cancelled_before_the_pool_raises_its_cancellation(
+    device: Device, is_process: bool, tmp_path: Path
+) -> None:
+    pool = await WorkerPool(device, 1, processes=is_process).open()
+    calling = asyncio.create_task(pool.run(work.sleep_until_cancelled, str(tmp_path)))
+    await until((tmp_path / "begun").exists)
+    calling.cancel()
+    await asyncio.sleep(0)
+    await pool.stop(0)
+    assert (tmp_path / "ended").exists()
+    with pytest.raises(asyncio.CancelledError):
+        await calling
+
+
 @pytest.mark.parametrize("by", ["another pool", "a closed pool", "the user"])
 async def test_pools_share_a_domain_that_is_shared_already(device: Device, by: str) -> None:
     async with contextlib.AsyncExitStack() as stack:

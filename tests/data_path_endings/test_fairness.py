@@ -1,7 +1,8 @@
 """Awaits that complete at once leave other tasks and callbacks their turns: counted, not timed."""
 
 import asyncio
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 
 import pytest
 
@@ -13,23 +14,31 @@ AWAITS = 256  # most awaits on one queue pair in a turn of the loop
 every_model = pytest.mark.parametrize("model", MessageModel, ids=lambda model: model.name)
 
 
+@contextmanager
+def counted_turns() -> Iterator[list[None]]:
+    """Add an item to the yielded list in each turn of the loop until the end of the block."""
+    loop = asyncio.get_running_loop()
+    turns: list[None] = []
+
+    def turn() -> None:
+        nonlocal handle
+        turns.append(None)
+        handle = loop.call_soon(turn)
+
+    handle = loop.call_soon(turn)
+    try:
+        yield turns
+    finally:
+        handle.cancel()
+
+
 @every_model
 async def test_callbacks_run_beside_endless_writes(device: Device, model: MessageModel) -> None:
     async with pair_on(device, model) as pair:
-        loop = asyncio.get_running_loop()
-        turns = 0
-
-        def turn() -> None:
-            nonlocal turns
-            turns += 1
-            handle.append(loop.call_soon(turn))
-            del handle[:-1]
-
-        handle = [loop.call_soon(turn)]
-        for _ in range(20 * AWAITS):
-            await pair.write()
-        handle[0].cancel()
-        assert turns >= 20
+        with counted_turns() as turns:
+            for _ in range(20 * AWAITS):
+                await pair.write()
+        assert len(turns) >= 20
         await pair.check_idle()
 
 
@@ -46,34 +55,24 @@ async def test_callbacks_run_beside_endless_calls_that_complete_at_once(device: 
     ):
         memory = bytearray(64)
         resource: AbstractAsyncContextManager[object]
-        loop = asyncio.get_running_loop()
-        turns = 0
-
-        def turn() -> None:
-            nonlocal turns
-            turns += 1
-            handle.append(loop.call_soon(turn))
-            del handle[:-1]
-
-        handle = [loop.call_soon(turn)]
-        for _ in range(AWAITS):
-            if kind == "run":
-                assert await domain.run(int) == 0
-                continue
-            if kind == "lease":
-                resource = pool.lease()
-            elif kind == "cache":
-                resource = domain.cache.region(memory)
-            elif kind == "register":
-                resource = domain.register(64)
-            elif kind.startswith("loop domain"):
-                resource = device.loop_domain()
-            else:
-                resource = domain.queue_pair(cq)
-            async with resource:
-                pass
-        handle[0].cancel()
-        assert turns >= 8
+        with counted_turns() as turns:
+            for _ in range(AWAITS):
+                if kind == "run":
+                    assert await domain.run(int) == 0
+                    continue
+                if kind == "lease":
+                    resource = pool.lease()
+                elif kind == "cache":
+                    resource = domain.cache.region(memory)
+                elif kind == "register":
+                    resource = domain.register(64)
+                elif kind.startswith("loop domain"):
+                    resource = device.loop_domain()
+                else:
+                    resource = domain.queue_pair(cq)
+                async with resource:
+                    pass
+        assert len(turns) >= 8
 
 
 @every_model

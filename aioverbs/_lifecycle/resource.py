@@ -2,6 +2,7 @@
 
 import sys
 import weakref
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Generic, Self, TypeVar
@@ -16,8 +17,8 @@ from aioverbs._lifecycle.turns import OPENING, spend, yield_to_loop
 from aioverbs.errors import ClosedResourceError, ForkedProcessError
 
 __all__ = [
-    "HandleResource", "Resource", "ResourceStatistics", "check_open", "lifecycle_of", "open_now", "open_part",
-    "open_part_now", "suppress_warning",
+    "HandleResource", "Resource", "ResourceStatistics", "check_open", "close_after_error", "lifecycle_of", "open_now",
+    "open_part", "open_part_now", "suppress_warning",
 ]  # fmt: skip
 
 
@@ -208,17 +209,26 @@ class Resource(anyio.abc.AsyncResource):
     ) -> None:
         if error is None:
             await self.aclose()
-            return
-        # The caller receives the exception of the block, not the one of closing.
-        try:
-            await self.aclose()
-        except Exception as another:
-            error.add_note(f"and closing {self!r} failed: {type(another).__name__}: {another}")
+        else:
+            await close_after_error(error, self.aclose(), self)
 
     def __del__(self) -> None:
         lifecycle = getattr(self, "_lifecycle", None)
         if lifecycle is not None:  # None if the constructor of a subclass raised before this one was called
             lifecycle.on_user_collected()
+
+
+async def close_after_error(error: BaseException, closing: Awaitable[object], what: object) -> None:
+    """Close something after an exception, which the caller raises. If closing fails as well, add that as a note.
+
+    :param error: first exception.
+    :param closing: awaitable that closes something; a `BaseException` that is not an `Exception` is raised unchanged.
+    :param what: object or description of what is closed, for the note.
+    """
+    try:
+        await closing
+    except Exception as another:
+        error.add_note(f"and closing {what} failed: {type(another).__name__}: {another}")
 
 
 R = TypeVar("R", bound=Resource)

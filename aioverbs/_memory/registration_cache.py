@@ -13,7 +13,13 @@ from aioverbs._exports import publish
 from aioverbs._lifecycle import forks
 from aioverbs._lifecycle.affinity import CrossLoopCondition
 from aioverbs._lifecycle.lifecycle import ResourceState
-from aioverbs._lifecycle.resource import HandleResource, lifecycle_of, open_part, suppress_warning
+from aioverbs._lifecycle.resource import (
+    HandleResource,
+    close_after_error,
+    lifecycle_of,
+    open_part,
+    suppress_warning,
+)
 from aioverbs._lifecycle.turns import LIGHT, spend, yield_to_loop
 from aioverbs._memory.region import MemoryRegion
 from aioverbs.errors import BusyResourceError, ClosedResourceError, ForkedProcessError
@@ -269,10 +275,7 @@ class RegistrationCache:
             yield entry.region
         except BaseException as error:
             entry.users.discard(user)
-            try:
-                await _close_regions(self._evict_surplus([entry]))
-            except Exception as another:
-                error.add_note(f"and closing evicted registrations failed: {type(another).__name__}: {another}")
+            await close_after_error(error, _close_regions(self._evict_surplus([entry])), "evicted registrations")
             raise
         entry.users.discard(user)
         await _close_regions(self._evict_surplus([entry]))

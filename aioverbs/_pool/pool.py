@@ -15,7 +15,7 @@ from aioverbs._exports import publish
 from aioverbs._lifecycle.affinity import Affinity, ThreadModel, running_loop, wait_uncancelled
 from aioverbs._lifecycle.cross_loop import CrossLoopFuture, ResultSink
 from aioverbs._lifecycle.lifecycle import ResourceState
-from aioverbs._lifecycle.resource import Resource, ResourceStatistics, check_open, open_part_now
+from aioverbs._lifecycle.resource import Resource, ResourceStatistics, check_open, close_after_error, open_part_now
 from aioverbs._lifecycle.turns import OPENING, spend, yield_to_loop
 from aioverbs._pool.backends import ProcessBackend, SocketCallFactory, ThreadBackend
 from aioverbs._pool.call_future import CallFuture
@@ -253,7 +253,7 @@ class WorkerPool(Resource):
                 with anyio.move_on_after(deadline_s if deadline_s is not None else math.inf):
                     await self.drain()
             except BaseException as error:  # includes cancellations, which the caller must receive
-                await self._close_after_error(error)
+                await close_after_error(error, self._close(), self)
                 raise
         await self._close()
 
@@ -270,16 +270,6 @@ class WorkerPool(Resource):
             raise
         if self._can_close_pd():
             await self._pd.aclose()
-
-    async def _close_after_error(self, error: BaseException) -> None:
-        """Close the pool after an exception. If closing raises an `Exception`, add that to `error` as a note.
-
-        :param error: first exception, which the caller raises again.
-        """
-        try:
-            await self._close()
-        except Exception as another:
-            error.add_note(f"and closing {self!r} failed: {type(another).__name__}: {another}")
 
     def _can_close_pd(self) -> bool:
         """Return whether the pool opened its protection domain itself, and the workers no longer use it."""
@@ -309,11 +299,8 @@ class WorkerPool(Resource):
         if error is None:
             await self.aclose()
             self._supervisor.check_unbroken()
-            return
-        try:
-            await self.stop(0)
-        except Exception as another:
-            error.add_note(f"and closing {self!r} failed: {type(another).__name__}: {another}")
+        else:
+            await close_after_error(error, self.stop(0), self)
 
     def __del__(self) -> None:
         if getattr(self, "_supervisor", None) is not None and self.state is ResourceState.OPEN and not self.closed:

@@ -123,7 +123,7 @@ async def scene(pool, process_id):
     print(last)
 """
 
-DIED = "worker 0 of the pool died: its process was killed by SIGKILL"
+DIED = "worker 0 of the pool died: its process was killed by SIGKILL; it is not replaced"
 
 # A child runs its copy of the program's loop after the worker has exited, while the program's loop does not run or the
 # program has exited. The child prints whether its loop slept.

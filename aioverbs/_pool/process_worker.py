@@ -19,7 +19,6 @@ from typing import Any
 import anyio
 
 from aioverbs._durations import duration
-from aioverbs._lifecycle import forks
 from aioverbs._lifecycle.affinity import Affinity
 from aioverbs._lifecycle.cross_loop import ResultSink
 from aioverbs._pool.pickled_errors import unpickled_error
@@ -490,8 +489,6 @@ def _socket_pair(
 ) -> tuple[socket.socket, socket.socket]:
     """Return the two ends of a new socket pair: this process's end and that of a worker process.
 
-    Forked children of this process do not keep its end, which would hide the end of this process from the worker.
-
     :param ours: stack that closes this process's end.
     :param theirs: stack that closes the worker's end.
     :param kind: type of the sockets.
@@ -500,7 +497,6 @@ def _socket_pair(
     pair = socket.socketpair(type=kind)
     for stack, end in zip((ours, theirs), pair, strict=True):
         stack.enter_context(end)
-    forks.keep_from_children(pair[0])
     return pair
 
 

@@ -15,7 +15,14 @@ from aioverbs._exports import publish
 from aioverbs._lifecycle.affinity import Affinity, ThreadModel, running_loop, wait_uncancelled
 from aioverbs._lifecycle.cross_loop import CrossLoopFuture, ResultSink
 from aioverbs._lifecycle.lifecycle import ResourceState
-from aioverbs._lifecycle.resource import Resource, ResourceStatistics, check_open, close_after_error, open_part_now
+from aioverbs._lifecycle.resource import (
+    Resource,
+    ResourceStatistics,
+    check_open,
+    close_after_error,
+    lifecycle_of,
+    open_part_now,
+)
 from aioverbs._lifecycle.turns import OPENING, spend, yield_to_loop
 from aioverbs._pool.backends import ProcessBackend, SocketCallFactory, ThreadBackend
 from aioverbs._pool.call_future import CallFuture
@@ -195,9 +202,12 @@ class WorkerPool(Resource):
             open_part_now(self._pd)
         try:
             self._open_now()
-        except BaseException:
+        except BaseException as error:
             if self._is_own_pd:
-                await wait_uncancelled(self._pd.aclose())
+                try:
+                    lifecycle_of(self._pd).undo()  # so that the pool can be opened again
+                except Exception as another:
+                    error.add_note(f"and deallocating {self._pd!r} failed: {another}; close {self!r}")
             raise
         try:
             for ready in self._supervisor.start():

@@ -336,6 +336,22 @@ async def test_setup_is_entered_before_calls_and_left_at_the_end(device: Device,
     assert sorted(left) == [0, 1]
 
 
+@pytest.mark.parametrize("processes", [False, True], ids=["threads", "processes"])
+def test_a_pool_that_cannot_be_opened_without_a_loop_can_be_opened_later(processes: bool) -> None:
+    async def use() -> None:
+        async with pool:
+            assert await pool.run(int) == 0
+        await device.aclose()
+
+    with asyncio.Runner() as runner:
+        device = runner.run(open_device("soft0").open())
+        pool = WorkerPool(device, 1, processes=processes)
+        with pytest.raises(RuntimeError, match=r"no asyncio event loop|none is running here"):
+            pool.open().send(None)
+        assert device.statistics().children == 0
+        runner.run(use())
+
+
 async def test_an_exception_at_the_end_of_a_worker_is_logged(device: Device, caplog: pytest.LogCaptureFixture) -> None:
     @contextlib.asynccontextmanager
     async def setup(worker: Worker) -> AsyncIterator[None]:

@@ -25,7 +25,7 @@ from aioverbs._providers.sysfs import kernel_devices
 from aioverbs._sharing.shared_pd import check_share
 from aioverbs._verbs.async_events import DeviceEvent, EventPump
 from aioverbs._verbs.completion_queue import MessageModel
-from aioverbs._verbs.loop_domain import LoopDomain, SharedDomain
+from aioverbs._verbs.loop_domain import DomainKey, LoopDomain, SharedDomain
 from aioverbs._verbs.ports import gid_table
 from aioverbs._verbs.protection_domain import InterchangeableDomain, ProtectionDomain
 from aioverbs._verbs.resource_domain import ResourceDomain
@@ -227,7 +227,7 @@ class Device(HandleResource[handles.Context]):
         self._delay_ns = delay_ns
         self._budget = ThreadDomainBudget(max_native_thread_domains)
         self._user_context: PyverbsContext | None = None  # pyverbs context owned by the user
-        self._loop_domains: dict[asyncio.AbstractEventLoop, SharedDomain] = {}
+        self._loop_domains: dict[DomainKey, SharedDomain] = {}
 
     @staticmethod
     def from_pyverbs(context: "PyverbsContext", *, max_native_thread_domains: int | None = None) -> "Device":
@@ -435,22 +435,31 @@ class Device(HandleResource[handles.Context]):
             require_native=require_native,
         )
 
-    def loop_domain(self) -> AbstractAsyncContextManager[ResourceDomain, None]:
+    def loop_domain(
+        self, *, message_model: MessageModel = MessageModel.DEFAULT, allocator: Allocator | None = None
+    ) -> AbstractAsyncContextManager[ResourceDomain, None]:
         """Return an async context manager for the resource domain that all blocks of this device on one loop share.
 
-        ``async with`` yields the open `ResourceDomain`. The first block to be entered on the loop opens the domain, and
-        the last one to be left closes it. If the loop is closed before that, the domain is dropped, and it is closed
-        together with the device. If closing fails, the exception of `Resource.aclose` is added as a note to the
-        exception of the block, or is raised if there is none; the next block then opens a new domain.
+        ``async with`` yields the open `ResourceDomain`. Blocks share a domain if they are on the same loop and have the
+        same message model and the same allocator object; the settings of a domain are always those of all its blocks.
+        The first block to be entered opens the domain, and the last one to be left closes it. If the loop is closed
+        before that, the domain is dropped, and it is closed together with the device. If closing fails, the exception
+        of `Resource.aclose` is added as a note to the exception of the block, or is raised if there is none; the next
+        block then opens a new domain.
 
-        :returns: the context manager; the exceptions below are raised on entering or leaving its block.
+        :param message_model: how awaits on the completion queues of the domain wait.
+        :param allocator: allocator of the memory of queues; None for the provider's own.
+        :returns: the context manager; except for those about the parameters, the exceptions below are raised on
+            entering or leaving its block.
+        :raises ValueError: `message_model` is not a `MessageModel`.
+        :raises TypeError: `allocator` lacks the methods of `Allocator`.
         :raises AffinityError: on entering: a block on another loop is using the context manager; on leaving: the block
             was entered on another loop. In both cases nothing was done.
         :raises RuntimeError: on entering: no asyncio event loop is running, or the context manager is already in use.
         :raises ClosedResourceError: on entering: the device is not open.
         :raises VerbsError: on entering: the domain cannot be opened; on leaving: the domain cannot be closed.
         """
-        return LoopDomain(self.resource_domain, self._loop_domains)
+        return LoopDomain(self.resource_domain, self._loop_domains, message_model, allocator)
 
     def xrc_domain(self, fd: int = -1, oflag: int = os.O_CREAT) -> XrcDomain:
         """Return an XRC domain, to be opened: see `XrcDomain`.

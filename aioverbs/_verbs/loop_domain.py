@@ -1,4 +1,4 @@
-"""The resource domain of an event loop, shared by all blocks on that loop that use it."""
+"""The resource domains of an event loop, each shared by all blocks on that loop that ask for the same settings."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,9 +8,15 @@ from aioverbs._lifecycle.affinity import OwnedBlock, running_loop
 from aioverbs._lifecycle.lifecycle import ResourceState
 from aioverbs._lifecycle.resource import open_now
 from aioverbs._lifecycle.turns import LIGHT, spend, yield_to_loop
+from aioverbs._verbs.completion_queue import MessageModel
 from aioverbs._verbs.resource_domain import ResourceDomain
+from aioverbs.allocators import Allocator, checked_allocator
 
-__all__ = ["LoopDomain", "SharedDomain"]
+__all__ = ["DomainKey", "LoopDomain", "SharedDomain"]
+
+DomainKey = tuple[asyncio.AbstractEventLoop, MessageModel, int]
+"""Key of a shared resource domain: its event loop, its message model and the ``id`` of its allocator. The domain keeps
+a reference to the allocator, which need not be hashable."""
 
 
 class SharedDomain:
@@ -31,37 +37,48 @@ class LoopDomain(OwnedBlock[ResourceDomain]):
     the middle of an await.
 
     :param make: function that makes a resource domain, which is opened here.
-    :param domains: shared resource domains of the device, by event loop.
+    :param domains: shared resource domains of the device.
+    :param message_model: how awaits on the completion queues of the domain wait.
+    :param allocator: allocator of the memory of queues; None for the provider's own.
+    :raises ValueError: `message_model` is not a `MessageModel`.
+    :raises TypeError: `allocator` lacks the methods of `Allocator`.
     """
 
     def __init__(
-        self, make: Callable[[], ResourceDomain], domains: dict[asyncio.AbstractEventLoop, SharedDomain]
+        self,
+        make: Callable[..., ResourceDomain],
+        domains: dict[DomainKey, SharedDomain],
+        message_model: MessageModel,
+        allocator: Allocator | None,
     ) -> None:
         super().__init__("loop_domain()", running_loop)
         self._make = make
         self._domains = domains
-        self._entered: tuple[asyncio.AbstractEventLoop, SharedDomain] | None = None
+        self._message_model = MessageModel(message_model)
+        self._allocator = checked_allocator(allocator)
+        self._entered: tuple[DomainKey, SharedDomain] | None = None
 
     async def _begin(self) -> ResourceDomain:
-        """Return the open resource domain of the running loop.
+        """Return the open resource domain of the running loop that has the settings of this block.
 
-        The first block on the loop opens the domain. If code in a block has closed it, the next block opens a new one.
-        This raises the exceptions that opening a `ResourceDomain` raises.
+        The first block to ask for it opens the domain. If code in a block has closed it, the next block opens a new
+        one. This raises the exceptions that opening a `ResourceDomain` raises.
         """
         loop = running_loop()
         if turn := spend(LIGHT):
             await yield_to_loop(turn)
         # There is no await from here onward, so no other task can enter a block in the meantime.
         for other in tuple(self._domains):
-            if other.is_closed():
+            if other[0].is_closed():
                 self._domains.pop(other, None)
-        shared = self._domains.get(loop)
+        key = loop, self._message_model, id(self._allocator)
+        shared = self._domains.get(key)
         if shared is None or shared.domain.state is not ResourceState.OPEN:  # a block has closed it
-            domain = self._make()
+            domain = self._make(message_model=self._message_model, allocator=self._allocator)
             open_now(domain)
-            shared = self._domains[loop] = SharedDomain(domain)
+            shared = self._domains[key] = SharedDomain(domain)
         shared.blocks += 1
-        self._entered = loop, shared
+        self._entered = key, shared
         return shared.domain
 
     async def _end(
@@ -73,9 +90,9 @@ class LoopDomain(OwnedBlock[ResourceDomain]):
         about the failure is added to the block's exception. In both cases the next block opens a new domain.
         """
         assert self._entered is not None
-        (loop, shared), self._entered = self._entered, None
+        (key, shared), self._entered = self._entered, None
         shared.blocks -= 1
         if not shared.blocks:
-            if self._domains.get(loop) is shared:
-                del self._domains[loop]
+            if self._domains.get(key) is shared:
+                del self._domains[key]
             await shared.domain.__aexit__(kind, error, traceback)

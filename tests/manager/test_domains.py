@@ -227,6 +227,38 @@ async def test_a_loop_domain_is_shared_while_in_use(device: Device) -> None:
     await asyncio.to_thread(asyncio.run, elsewhere())
 
 
+async def test_blocks_share_a_loop_domain_only_if_their_settings_are_the_same(device: Device) -> None:
+    one, other = DefaultAllocator(), DefaultAllocator()
+    async with (
+        device.loop_domain() as plain,
+        device.loop_domain(message_model=MessageModel.LOW_LATENCY) as fast,
+        device.loop_domain(allocator=one) as allocated,
+        device.loop_domain(allocator=other) as allocated_elsewhere,
+        device.loop_domain(message_model=MessageModel.LOW_LATENCY, allocator=one) as both,
+    ):
+        domains = [plain, fast, allocated, allocated_elsewhere, both]
+        assert len(set(domains)) == 5
+        assert [domain.message_model for domain in domains] == [
+            MessageModel.DEFAULT,
+            MessageModel.LOW_LATENCY,
+            MessageModel.DEFAULT,
+            MessageModel.DEFAULT,
+            MessageModel.LOW_LATENCY,
+        ]
+        assert [domain.allocator for domain in domains] == [None, None, one, other, one]
+        async with device.loop_domain(message_model=MessageModel.LOW_LATENCY, allocator=one) as again:
+            assert again is both
+        assert not both.closed
+    assert [domain.closed for domain in domains] == [True] * 5
+
+
+async def test_a_loop_domain_refuses_wrong_settings_at_once(device: Device) -> None:
+    with pytest.raises(TypeError, match=r"methods of aioverbs\.Allocator"):
+        device.loop_domain(allocator=object())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="not a valid MessageModel"):
+        device.loop_domain(message_model="fast")  # type: ignore[arg-type]
+
+
 async def test_the_domain_of_a_closed_loop_is_dropped() -> None:
     device = await open_device("soft0").open()
 

@@ -37,6 +37,7 @@ __all__ = [
     "Site",
     "format_site",
     "reap",
+    "warn_at",
 ]
 
 # Number of times, each in a new turn of the loop, that closing a part is tried while another thread is in its domain.
@@ -144,19 +145,38 @@ _is_closed_last = operator.attrgetter("close_last")
 # Interval at which a task that waits for another loop checks that the loop still exists: its end notifies no waiter.
 _POLL_S = 0.1
 
-Site = tuple[CodeType, int]
+Site = tuple[CodeType, int, str]
+"""Place in the user's code: a code object, the byte offset of an instruction in it, and the name of its module."""
+
+
+def _line(site: Site) -> int | None:
+    """Return the number of the line of an instruction; None if the compiler recorded none."""
+    code, instruction, _ = site
+    line, *_ = next(itertools.islice(code.co_positions(), instruction // 2, None))
+    return line
 
 
 def format_site(site: Site | None) -> str:
-    """Return the file and line of an instruction, as ``"file.py:12"``; ``"?"`` if unknown.
+    """Return the file and line of a place in the user's code, as ``"file.py:12"``; ``"?"`` if it is unknown."""
+    return f"{site[0].co_filename}:{_line(site)}" if site is not None else "?"
 
-    :param site: tuple of a code object and the byte offset of the instruction in it; None if unknown.
+
+def warn_at(site: Site | None, text: str, source: object = None) -> None:
+    """Issue a `ResourceWarning` that names a place in the user's code as its origin.
+
+    The place where the warning is issued would say nothing: that is a finalizer, or the event loop.
+
+    :param site: place, to which filters for warnings by module and line apply; None if it is unknown.
+    :param text: text of the warning.
+    :param source: object that the warning is about, for `tracemalloc`.
+    :raises ResourceWarning: if warnings are turned into errors.
     """
     if site is None:
-        return "?"
-    code, instruction = site
-    line, *_ = next(itertools.islice(code.co_positions(), instruction // 2, None))
-    return f"{code.co_filename}:{line}"
+        warnings.warn(text, ResourceWarning, stacklevel=2, source=source)
+    else:
+        warnings.warn_explicit(
+            text, ResourceWarning, site[0].co_filename, _line(site) or 0, module=site[2], source=source
+        )
 
 
 class _Closing:
@@ -273,6 +293,11 @@ class Lifecycle:
     def created(self) -> str:
         """File and line of the user's code that made the resource, as ``"file.py:12"``; ``"?"`` if unknown."""
         return format_site(self._site)
+
+    @property
+    def has_site(self) -> bool:
+        """True if the place in the user's code that made the resource is known."""
+        return self._site is not None
 
     def inherit_site(self, other: "Lifecycle") -> None:
         """Use the creation site of another resource as that of this one, in messages and in `created`.
@@ -827,7 +852,7 @@ def _warn_open(lifecycle: Lifecycle, reason: str) -> None:
     :param reason: text that ends the message and says why the warning is issued now.
     :raises ResourceWarning: if warnings are turned into errors.
     """
-    warnings.warn(f"{lifecycle!r} was still open: {reason}", ResourceWarning, stacklevel=2, source=lifecycle)
+    warn_at(lifecycle._site, f"{lifecycle!r} was still open: {reason}", lifecycle)
 
 
 # Garbage-collected devices that are not closed yet, each with the last task that was started to close the device; None

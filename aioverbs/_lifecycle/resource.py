@@ -32,16 +32,23 @@ class ResourceStatistics:
     children: int
 
 
+_NOT_THE_USERS = ("aioverbs.", "contextlib", "anyio.")
+_BELOW_THE_USERS = ("asyncio.", "concurrent.futures.", "threading")
+
+
 def creation_site() -> Site | None:
     """Return the place in the user's code that called the library. `format_site` formats the place as text.
 
-    :returns: tuple of the code object of the innermost frame outside of the library and of `contextlib`, and the byte
-        offset of the instruction there; None if there is no such frame.
+    :returns: place of the innermost frame outside of the library and of the modules through which users call it; None
+        if there is no such frame, because an event loop or a thread runs a function of the library.
     """
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(("aioverbs.", "contextlib")):
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if not module.startswith(_NOT_THE_USERS):
+            return None if module.startswith(_BELOW_THE_USERS) else (frame.f_code, frame.f_lasti, module)
         frame = frame.f_back
-    return (frame.f_code, frame.f_lasti) if frame is not None else None
+    return None
 
 
 class Resource(anyio.abc.AsyncResource):
@@ -65,6 +72,8 @@ class Resource(anyio.abc.AsyncResource):
                     f"{type(self).__name__} is made from other resources, such as a domain, not from {parent!r}"
                 )
         self._lifecycle = Lifecycle(type(self).__name__, creation_site(), weakref.ref(self))
+        if parents and not self._lifecycle.has_site:  # a task of the library makes it, such as that of a server
+            self._lifecycle.inherit_site(parents[0]._lifecycle)
         self._parents = parents
 
     def __repr__(self) -> str:

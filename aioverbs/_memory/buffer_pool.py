@@ -6,7 +6,6 @@ import functools
 import itertools
 import mmap
 import threading
-import warnings
 from collections import deque
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ import anyio
 from aioverbs._core.handles import handles
 from aioverbs._exports import publish
 from aioverbs._lifecycle.affinity import running_loop
-from aioverbs._lifecycle.lifecycle import Lifecycle, ResourceState, Site, format_site
+from aioverbs._lifecycle.lifecycle import Lifecycle, ResourceState, Site, format_site, warn_at
 from aioverbs._lifecycle.resource import (
     HandleResource,
     Resource,
@@ -218,11 +217,10 @@ class _FreeList:
         self.fail(ClosedResourceError(f"{self._lifecycle!r} was closed"))
         sites = [lease.site for lease in self.leased.copy().values() if not lease.pins.closed]
         if sites:
-            warnings.warn(
+            warn_at(
+                sites[0],
                 f"{len(sites)} buffers of {self._lifecycle!r} were not released before it was closed; "
                 f"the first of them was leased at {format_site(sites[0])}",
-                ResourceWarning,
-                stacklevel=2,
             )
 
 
@@ -331,12 +329,7 @@ class LeasedBuffer(RegionSlice):
         self.release()
         # No warning if the pool was closed, which warned already, nor in the child of a fork.
         if lease is not None and not self.region.closed:
-            warnings.warn(
-                f"{self!r} was leased at {format_site(lease.site)} and forgotten",
-                ResourceWarning,
-                stacklevel=2,
-                source=self,
-            )
+            warn_at(lease.site, f"{self!r} was leased at {format_site(lease.site)} and forgotten", self)
 
 
 class LeaseContext:

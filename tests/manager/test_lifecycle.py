@@ -18,16 +18,20 @@ from aioverbs import (
     AffinityError,
     BusyResourceError,
     ClosedResourceError,
+    Connection,
     ParentDomain,
     Resource,
     ResourceDomain,
     ResourceInfo,
     ResourceState,
     VerbsError,
+    connect,
+    serve,
 )
 from aioverbs._core.handles import handles
 from aioverbs._verbs.device import Device, open_device
 from tests.capabilities import Capability, needs
+from tests.waiting import until
 
 MAKERS: dict[str, Callable[[Device], Resource]] = {
     "protection domain": lambda device: device.protection_domain(),
@@ -208,6 +212,69 @@ async def test_a_collected_resource_is_closed_by_its_owner(device: Device) -> No
     for _ in range(10):
         await asyncio.sleep(0)
     assert not open_objects(device)
+
+
+def places(caught: pytest.WarningsRecorder) -> list[tuple[str, int]]:
+    """Return the file and line that each recorded warning names."""
+    return [(each.filename, each.lineno) for each in caught]
+
+
+async def test_warnings_name_the_line_of_the_user_that_made_the_object(device: Device) -> None:
+    line = sys._getframe().f_lineno
+    with pytest.warns(ResourceWarning) as forgotten:
+        await open_and_drop(device.thread_domain())
+    domain = await device.resource_domain().open()
+    part = await domain.completion_queue(8).open()
+    with pytest.warns(ResourceWarning) as left_open:
+        await asyncio.create_task(domain.aclose())
+    assert part.closed
+    assert places(forgotten) == [(__file__, line + 2)]
+    assert places(left_open) == [(__file__, line + 4)]
+    for each in (*forgotten, *left_open):
+        assert f"opened at {each.filename}:{each.lineno}" in str(each.message)
+
+
+async def test_warnings_about_buffers_name_the_line_that_leased_them(device: Device) -> None:
+    async with device.resource_domain() as domain:
+        pool = await domain.buffer_pool(64, 2).open()
+
+        def lease_and_drop() -> None:
+            pool.lease_nowait()
+            gc.collect()
+
+        line = sys._getframe().f_lineno
+        with pytest.warns(ResourceWarning) as forgotten:
+            lease_and_drop()
+        buffer = await pool.lease()
+        with pytest.warns(ResourceWarning) as unreleased:
+            await asyncio.create_task(pool.aclose())
+        del buffer
+        assert places(forgotten) == [(__file__, line - 3)]
+        assert places(unreleased) == [(__file__, line + 3)]
+
+
+async def test_filters_for_warnings_apply_to_the_module_of_the_user(device: Device) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("always", category=ResourceWarning, module=f"{__name__}$")
+        await open_and_drop(device.thread_domain())
+    assert len(caught) == 1
+
+
+async def test_resources_that_a_task_of_the_library_makes_are_never_created_by_asyncio(device: Device) -> None:
+    async def keep(connection: Connection) -> None:
+        await connection.receive()
+
+    async with (
+        device.resource_domain() as domain,
+        serve(keep, "127.0.0.1", domain=domain) as server,
+        connect("127.0.0.1", server.port, domain=domain) as near,
+    ):
+        await until(lambda: str(device.resources()).count("Connection") == 2)
+        text = str(device.resources())
+        assert "asyncio" not in text
+        assert "opened at ?" not in text
+        await near.send(b"")
 
 
 async def test_a_collected_resource_without_an_owner_is_closed_with_its_device() -> None:

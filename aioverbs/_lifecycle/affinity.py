@@ -25,7 +25,6 @@ __all__ = [
     "Affinity",
     "CrossLoopCondition",
     "OwnedBlock",
-    "OwnedContext",
     "OwnedIterator",
     "ThreadModel",
     "owner_for",
@@ -357,44 +356,6 @@ class OwnedBlock(_Owned, AbstractAsyncContextManager[T, None], Generic[T]):
             raise RuntimeError(f"{self!r} is not in a block: there is nothing to leave")
         self._is_in_use = self._is_entered = False
         await self._end(kind, error, traceback)
-
-
-class OwnedContext(OwnedBlock[T]):
-    """Single-use wrapper that adds the check of the owner to another asynchronous context manager.
-
-    ``async with`` yields the value of the wrapped context manager, and raises whatever that raises and the exceptions
-    that `OwnedBlock` lists. It does not suppress the exception that the block raised, even if the wrapped context
-    manager would do so. Entering the wrapper again after the wrapped context manager was entered, even in vain, raises
-    `RuntimeError`.
-
-    :param name: name of the context manager in error messages.
-    :param context: wrapped context manager, which is entered at most once.
-    :param may_begin: function that is called before the block is entered, and raises if the caller may not enter it.
-    """
-
-    def __init__(
-        self, name: str, context: AbstractAsyncContextManager[T, bool | None], may_begin: Callable[[], object]
-    ) -> None:
-        super().__init__(name, may_begin)
-        self._context = context
-        self._was_entered = False  # also set if entering failed, because a generator can be started only once
-
-    async def __aenter__(self) -> T:
-        if self._was_entered:
-            self._enter("__aenter__")
-            raise RuntimeError(
-                f"{self!r} was entered before and can be entered only once: make a new one for each block"
-            )
-        return await super().__aenter__()
-
-    async def _begin(self) -> T:
-        self._was_entered = True
-        return await self._context.__aenter__()
-
-    async def _end(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self._context.__aexit__(kind, error, traceback)
 
 
 class CrossLoopCondition:

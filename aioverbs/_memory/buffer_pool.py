@@ -488,6 +488,11 @@ class BufferPool(Resource):
         return self._size
 
     @property
+    def limit(self) -> int:
+        """Maximum number of buffers."""
+        return self._limit
+
+    @property
     def access(self) -> AccessFlags:
         """Access rights of the buffers."""
         return self._access

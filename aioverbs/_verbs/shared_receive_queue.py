@@ -1,37 +1,21 @@
 """Shared receive queues: receives used by several queue pairs."""
 
-import asyncio
-import contextlib
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
-import anyio
-
-from aioverbs._core.data_path.data_path import (
-    Inbox,
-    Message,
-    QpWorkState,
-    Received,
-    ReceiveVerbs,
-    WorkQueue,
-    attach,
-    close_inbox,
-    detach,
-    empty_inbox,
-)
+from aioverbs._core.data_path.data_path import Message, QpWorkState, ReceiveVerbs, WorkQueue, attach, detach
 from aioverbs._core.handles import handles
 from aioverbs._exports import publish
-from aioverbs._lifecycle.affinity import Affinity, OwnedContext, wait_uncancelled
+from aioverbs._lifecycle.affinity import Affinity
 from aioverbs._lifecycle.resource import HandleResource, Resource, ResourceStatistics
-from aioverbs._memory.buffer_pool import BufferPool, LeasedBuffer
-from aioverbs._verbs.async_events import AsyncEventSource, DeviceEvent
+from aioverbs._memory.buffer_pool import BufferPool
 from aioverbs._verbs.capability_checks import check_shared_receive_queue
 from aioverbs._verbs.completion_queue import CompletionQueue, CqReservation, QueueLocation
+from aioverbs._verbs.srq_messages import FillableQueue, SrqMessages
 from aioverbs.attributes import SrqAttributes
-from aioverbs.errors import ConcurrentAccessError
-from aioverbs.types import EventType, WcStatus
+from aioverbs.types import WcStatus
 
 __all__ = ["ReceiveVerbs", "SharedReceiveQueue", "SharedReceiveQueueStatistics"]
 
@@ -54,7 +38,7 @@ class SharedReceiveQueueStatistics(ResourceStatistics):
     completed: int
 
 
-class SharedReceiveQueue(AsyncEventSource[handles.SharedReceiveQueue], ReceiveVerbs):
+class SharedReceiveQueue(FillableQueue):
     """A shared receive queue: ``ibv_create_srq``; ``ibv_create_srq_ex`` for XRC.
 
     Made by the method ``shared_receive_queue`` of a domain. Datagrams that a UD queue pair receives from it begin with
@@ -177,24 +161,24 @@ class SharedReceiveQueue(AsyncEventSource[handles.SharedReceiveQueue], ReceiveVe
                 async for message in messages: ...
 
         Inside the block, the queue is kept filled with buffers of the pool: it is filled when the block is entered, and
-        again whenever the device reports that fewer than `low` receives are left (``EventType.SRQ_LIMIT_REACHED``).
-        Entering the block waits until the queue is full, and so until the pool has had enough free buffers. Releasing a
-        message returns its buffer to the pool. Only one task may iterate at a time.
+        again whenever fewer than `low` receives are left. Entering the block waits until the queue is full, and so
+        until the pool has had enough free buffers. Releasing a message returns its buffer to the pool. Only one task
+        may iterate at a time.
 
         After the block, receives that are still posted remain posted until the queue is closed. Messages that arrive in
         them are dropped, as are messages that the iterator had not yielded yet. The pool may be closed before the
         queue. The event loop that enters the block owns it, even if any thread may use the queue.
 
-        :param pool: pool of the buffers to receive into. While it has no free buffer, the queue is not refilled, and
-            senders may have to wait.
-        :param low: number of posted receives, 1..depth-1, below which the queue is refilled; None for half of the
-            depth.
-        :returns: the context manager, which can be entered once.
+        :param pool: pool of the buffers to receive into, with a limit of at least as many buffers as the queue has free
+            receives. While it has no free buffer, the queue is not refilled, and senders may have to wait.
+        :param low: number of posted receives, 1..depth, below which the queue is refilled; None for half of the depth.
+        :returns: the context manager, which is in use by one block at a time.
         :raises AffinityError: on entering or leaving, or during iteration: another event loop owns the queue or has
             entered the block; nothing was done.
-        :raises ValueError: on entering: `low` is not in 1..depth-1, or the depth is 1. On entering or during iteration:
-            the buffers are registered without ``LOCAL_WRITE``, or on another protection domain.
-        :raises RuntimeError: on entering: the context manager was entered before, or no asyncio event loop is running;
+        :raises ValueError: on entering: `low` is not in 1..depth, or the pool is limited to fewer buffers than fill the
+            queue. On entering or during iteration: the buffers are registered without ``LOCAL_WRITE``, or on another
+            protection domain.
+        :raises RuntimeError: on entering: the context manager is in use, or no asyncio event loop is running;
             during iteration: another task is waiting for the next message.
         :raises ClosedResourceError: on entering: the queue or the pool is not open; during iteration: the pool was
             closed.
@@ -207,90 +191,7 @@ class SharedReceiveQueue(AsyncEventSource[handles.SharedReceiveQueue], ReceiveVe
         :raises BrokenResourceError: on entering or during iteration: the completion queues of the receives have failed.
         :raises WorkCompletionError: during iteration: a receive failed; this ends the iteration.
         """
-        name = f"messages of {self!r}"
-        return OwnedContext(name, self._messages(pool, low), lambda: self._lifecycle.check_owner("messages"))
-
-    @contextlib.asynccontextmanager
-    async def _messages(self, pool: BufferPool, low: int | None) -> AsyncIterator[AsyncIterator[Message]]:
-        """Return the async context manager that `messages` describes, for the running event loop.
-
-        Entering, leaving and iterating raise the exceptions that `messages` lists.
-        """
-        low = max(self.depth // 2, 1) if low is None else low
-        if not 1 <= low < self.depth:
-            raise ValueError(f"`low` must be 1 to {self.depth - 1} for {self.depth} receives, got {low}")
-        posted = _PostedBuffers()
-        inbox = Inbox(self._receive_queue, posted.message, posted.unused)
-        events = self.events()
-        try:
-            await self._fill(pool, inbox, posted, low)
-            filler = asyncio.create_task(self._keep_filled(events, pool, inbox, posted, low))
-            try:
-                yield inbox
-            finally:
-                if filler.get_loop() is asyncio.get_running_loop():  # otherwise that loop ended, and the task with it
-                    filler.cancel()
-                    await wait_uncancelled(asyncio.wait([filler]))
-        finally:  # no await: a cancelled task must also release messages that were not iterated over
-            posted.release()
-            close_inbox(inbox)
-            for message in empty_inbox(inbox):
-                message.release()
-
-    async def _keep_filled(
-        self,
-        events: AsyncGenerator[DeviceEvent, None],
-        pool: BufferPool,
-        inbox: Inbox,
-        posted: "_PostedBuffers",
-        low: int,
-    ) -> None:
-        """Refill the queue whenever the event SRQ_LIMIT_REACHED arrives, until the queue is closed.
-
-        An exception is not raised here, but ends the iteration over the messages, which raises it.
-
-        :param events: iterator over the events of this queue; it is closed at the end.
-        :param pool: pool of the buffers to receive into.
-        :param inbox: destination of the messages.
-        :param posted: record of the posted buffers, to which new ones are added.
-        :param low: limit to arm after each refill: number of receives below which the event is raised.
-        """
-        try:
-            async with contextlib.aclosing(events):
-                async for event in events:
-                    while event.event_type is EventType.SRQ_LIMIT_REACHED:
-                        try:
-                            await self._fill(pool, inbox, posted, low)
-                            break
-                        except ConcurrentAccessError:  # another thread is inside the domain
-                            await asyncio.sleep(0)
-        except Exception as error:  # for example the pool was closed: the reader of messages gets the error
-            close_inbox(inbox, error)
-
-    async def _fill(self, pool: BufferPool, inbox: Inbox, posted: "_PostedBuffers", low: int) -> None:
-        """Post buffers from the pool until the queue is full, then arm the limit `low`.
-
-        If the pool has no free buffer, wait for one. The parameters are those of `_keep_filled`. This also raises the
-        exceptions of `BufferPool.lease`, and those of `receive`, for example for unsuitable memory.
-
-        :raises ClosedResourceError: the queue or the pool is not open.
-        :raises AffinityError: another event loop owns the queue.
-        :raises ConcurrentAccessError: another thread is inside a verb on the same unlocked domain; the buffers that
-            have been posted stay posted.
-        :raises VerbsError: a receive cannot be posted, or the limit cannot be armed.
-        """
-        while self._receive_queue.in_flight + self._receive_queue.queued < self.depth:
-            buffer = await pool.lease()
-            posted.add(buffer)  # before anything can arrive in it
-            try:
-                _ = self._receive_into(inbox, buffer)  # its result goes to the inbox
-            except anyio.WouldBlock:  # another task posts to the queue, too
-                posted.unused(buffer)
-                break
-            except BaseException:
-                posted.unused(buffer)
-                raise
-        self.handle.modify(limit=low)
+        return SrqMessages(self, pool, low)
 
     @property
     def depth(self) -> int:
@@ -327,43 +228,6 @@ class SharedReceiveQueue(AsyncEventSource[handles.SharedReceiveQueue], ReceiveVe
         work = self._work
         counts = (work.in_flight, work.queued, work.posted, work.completed) if work is not None else (0,) * 4
         return SharedReceiveQueueStatistics(len(self._lifecycle.children), self.depth, *counts)
-
-
-class _PostedBuffers:
-    """Buffers posted to a shared receive queue, until a message arrives in them.
-
-    Any thread may call the methods: shared state is changed only by single atomic operations.
-    """
-
-    def __init__(self) -> None:
-        self._buffers: dict[int, LeasedBuffer] = {}  # by `id`
-        self._ended = False  # the block has ended, arriving messages are dropped
-
-    def add(self, buffer: LeasedBuffer) -> None:
-        """Record a buffer that is about to be posted."""
-        self._buffers[id(buffer)] = buffer
-
-    def message(self, received: Received) -> Message | None:
-        """Return a `Message` for a completed receive, and forget its buffer, which the message now owns.
-
-        After `release`, return None instead: the message is dropped, and its buffer was already released.
-        """
-        self._buffers.pop(id(received.local), None)
-        return None if self._ended else Message(received, LeasedBuffer.release, None)
-
-    def unused(self, buffer: LeasedBuffer) -> None:
-        """Forget and release a buffer in which no message will arrive, such as that of a failed receive."""
-        self._buffers.pop(id(buffer), None)
-        buffer.release()
-
-    def release(self) -> None:
-        """Release all posted buffers, and drop all messages that arrive from now on.
-
-        Each buffer returns to the pool when its receive has ended, even if a message arrives in it.
-        """
-        self._ended = True
-        for buffer in tuple(self._buffers.values()):
-            buffer.release()
 
 
 class _ReceiveCleanup:

@@ -162,6 +162,63 @@ async def test_messages_that_arrive_after_the_iterator_closed_are_discarded(devi
 
 
 @pytest.mark.every_way
+@pytest.mark.parametrize(("depth", "low"), [(1, None), (1, 1), (2, 2), (3, 1)])
+async def test_messages_of_a_queue_are_refilled_from_any_limit(device: Device, depth: int, low: int | None) -> None:
+    async with (
+        ends(device) as pair,
+        pair.domain.buffer_pool(64, depth) as pool,
+        pair.domain.shared_receive_queue(depth) as srq,
+        pair.domain.completion_queue(128) as cq,
+        pair.domain.queue_pair(cq, srq=srq) as qp,
+        asyncio.timeout(patience(60)),
+    ):
+        qp.connect(qp.local_endpoint(), PEERS, rnr_retry=7, min_rnr_timer=1)
+        async with srq.messages(pool, low) as messages:
+            for number in range(20):
+                pair.source.buffer[0] = number
+                await qp.send(pair.source[:1])
+                with await anext(messages) as message:
+                    assert bytes(message.data) == bytes([number])
+
+
+async def test_a_pool_that_cannot_fill_the_queue_is_refused(device: Device) -> None:
+    async with (
+        ends(device) as pair,
+        pair.domain.buffer_pool(64, 2, limit=3) as pool,
+        pair.domain.shared_receive_queue(4) as srq,
+        asyncio.timeout(patience(20)),
+    ):
+        with pytest.raises(ValueError, match=r"at most 3 buffers, .* the 4 free receives .* `limit` of at least 4"):
+            await srq.messages(pool).__aenter__()
+        assert pool.statistics().leased == 0
+
+
+async def test_shutdown_of_asyncgens_does_not_interrupt_leaving_messages(device: Device) -> None:
+    """`shutdown_asyncgens` runs while leaving the block is suspended."""
+    errors: list[object] = []
+
+    async def elsewhere() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: errors.append(context))
+        async with (
+            device.resource_domain() as domain,
+            domain.buffer_pool(64, 4) as pool,
+            domain.shared_receive_queue(4) as srq,
+        ):
+            block = srq.messages(pool)
+            await block.__aenter__()
+            leaving = asyncio.ensure_future(block.__aexit__(None, None, None))
+            await asyncio.sleep(0)
+            assert not leaving.done()
+            await loop.shutdown_asyncgens()
+            await leaving
+            assert pool.statistics().under_dma == 4, "the block has ended"
+
+    await asyncio.to_thread(asyncio.run, elsewhere())
+    assert errors == []
+
+
+@pytest.mark.every_way
 async def test_a_pool_with_receives_in_leased_buffers_is_not_closed(device: Device) -> None:
     async with ends(device) as pair:
         pool = await pair.domain.buffer_pool(64, 2).open()

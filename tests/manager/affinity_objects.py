@@ -35,7 +35,7 @@ from aioverbs import (
 )
 from aioverbs._connection.connect import Connecting
 from aioverbs._core.handles import handles
-from aioverbs._lifecycle.affinity import OwnedContext, OwnedIterator
+from aioverbs._lifecycle.affinity import OwnedBlock, OwnedIterator
 from aioverbs._verbs.base_domain import Domain
 from aioverbs.rdma_cm.state_machine import CmState
 from tests.connections.ends import HOST
@@ -140,9 +140,11 @@ class OwnedObjects:
 
 
 def _state_of(subject: Any) -> Any:
-    if isinstance(subject, OwnedContext | OwnedIterator):
-        generator: Any = subject._generator if isinstance(subject, OwnedIterator) else vars(subject._context)["gen"]
+    if isinstance(subject, OwnedIterator):
+        generator: Any = subject._generator
         yield generator.ag_frame is None, generator.ag_running
+    if isinstance(subject, OwnedBlock):
+        yield subject._is_in_use, subject._is_entered
     if isinstance(subject, Connecting):
         yield subject._is_in_use, subject._connection
     if isinstance(subject, WorkerPool):

@@ -1,9 +1,10 @@
 """RDMA for asyncio: devices, resource domains, queue pairs, connections and worker pools.
 
-`__init__.pyi` lists the public names. Each is imported at its first use, and the compiled core (`aioverbs._core`,
-private) with the first name that needs it, so that importing the package itself is cheap.
+`__init__.pyi` lists the public names. ``import aioverbs`` imports all modules that define them, and the compiled core
+(`aioverbs._core`, private), so that an event loop does not wait for imports when it first opens a device or connects.
 """
 
+import contextlib
 from importlib import import_module
 
 from aioverbs._exports import DEFINED_IN
@@ -15,7 +16,7 @@ def __getattr__(name: str) -> object:
     """Return a public name, and import the module that defines it.
 
     :raises AttributeError: there is no such name.
-    :raises ImportError: the compiled core is missing.
+    :raises ImportError: the compiled core is missing or cannot be loaded.
     """
     if name == "__version__":
         from importlib.metadata import version  # imported here, because it takes longer than the package itself
@@ -29,3 +30,9 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+# Without the compiled core, the first use of a public name raises the exception: `aioverbs doctor` explains it.
+with contextlib.suppress(ImportError):
+    for _module in (*dict.fromkeys(DEFINED_IN.values()), "anyio._backends._asyncio"):  # anyio imports it when needed
+        import_module(_module)

@@ -211,7 +211,8 @@ class MemoryRegion(HandleResource[handles.MemoryRegion], Registered):
     :param access: access rights of local work requests and of peers.
     :param allocator: allocator of these bytes, which are freed when the region is closed; only if ``memory`` is a
         number. None for pages of the library.
-    :raises ValueError: ``memory`` is a number less than 1, or is not a number although there is an allocator.
+    :raises ValueError: ``memory`` has no bytes, or is a number less than 1, or is not a number although there is an
+        allocator.
     :raises TypeError: ``memory`` has no buffer protocol, or the allocator lacks the methods of `Allocator`.
     """
 
@@ -223,14 +224,15 @@ class MemoryRegion(HandleResource[handles.MemoryRegion], Registered):
         access: AccessFlags,
         allocator: Allocator | None = None,
     ) -> None:
-        if isinstance(memory, int) and memory < 1:
-            raise ValueError(f"a memory region must have at least 1 byte, got {memory}")
+        length = memory if isinstance(memory, int) else memoryview(memory).nbytes
+        if length < 1:
+            raise ValueError(f"a memory region must have at least 1 byte, got {length}")
         if allocator is not None and not isinstance(memory, int):
             raise ValueError(f"with an allocator, `memory` must be a number of bytes, got {type(memory).__name__}")
         super().__init__(pd)
         self._lifecycle.close_last = True
         self._pd_handle = handle
-        self._length = memory if isinstance(memory, int) else memoryview(memory).nbytes
+        self._length = length
         self._memory: Buffer | None = None if isinstance(memory, int) else memory
         self._allocator = checked_allocator(allocator)
         self._access = AccessFlags(access)
@@ -282,7 +284,7 @@ class MemoryRegion(HandleResource[handles.MemoryRegion], Registered):
         :raises ClosedResourceError: the region was opened before, or its protection domain is closed.
         :raises ForkedProcessError: the region or its protection domain was opened in the process that this one was
             forked from.
-        :raises ValueError: the memory has no bytes, or peers may write and ``LOCAL_WRITE`` is missing.
+        :raises ValueError: peers may write and ``LOCAL_WRITE`` is missing.
         :raises BufferError: the memory is not contiguous, or is read-only although ``access`` permits writing.
         :raises MemoryError: the allocator returned None.
         :raises OSError: the process cannot map that much memory.
@@ -369,7 +371,7 @@ class AdoptedMemoryRegion(MemoryRegion):
     """
 
     def __init__(self, pd: Resource, handle: handles.ProtectionDomain, mr: "MR", access: AccessFlags) -> None:
-        super().__init__(pd, handle, b"", access)  # `_open` sets the length
+        super().__init__(pd, handle, 1, access)  # `_open` sets the length
         self._mr = mr
 
     def _open(self) -> None:
@@ -437,8 +439,11 @@ class ImportedMemoryRegion(MemoryRegion):
     """
 
     def __init__(self, pd: Resource, handle: handles.ProtectionDomain, key: int) -> None:
-        super().__init__(pd, handle, b"", AccessFlags(0))  # `_open` sets the length
-        self._key = operator.index(key)  # raises for a float, which would be truncated
+        number = operator.index(key)  # raises for a float, which would be truncated
+        if not 0 <= number < 1 << 32:
+            raise ValueError(f"`key` must fit in 32 bits, got {key}")
+        super().__init__(pd, handle, 1, AccessFlags(0))  # `_open` sets the length
+        self._key = number
 
     def _open(self) -> None:
         handle = ImportedRegion(self._pd_handle, self._key)

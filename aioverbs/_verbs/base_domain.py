@@ -182,7 +182,8 @@ class Domain(HandleResource[handles.ProtectionDomain]):
         :param memory: object with the buffer protocol, or the number of bytes to allocate.
         :param access: allowed operations; ``REMOTE_WRITE`` and ``REMOTE_ATOMIC`` require ``LOCAL_WRITE`` as well.
         :param allocator: allocator of the bytes, if `memory` is a number; None for the default allocator.
-        :raises ValueError: `memory` is a number less than 1, or `allocator` is given and `memory` is not a number.
+        :raises ValueError: `memory` has no bytes, or is a number less than 1; or `allocator` is given and `memory` is
+            not a number.
         :raises TypeError: `memory` has no buffer protocol, or `allocator` lacks the methods of `Allocator`.
         :raises ClosedResourceError: the domain is not open.
         :raises VerbsError: on opening: the verb failed, for example with EOPNOTSUPP for the access flags.

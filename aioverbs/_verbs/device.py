@@ -558,10 +558,14 @@ def open_device(
     """Return a `Device`, to be opened with ``async with`` or `Device.open`.
 
     :param name: name of the device. None for the name in the environment variable AIOVERBS_DEVICE; if that is not set,
-        for the first RDMA device with an active port; if there is none, for the software device, with a warning that
-        gives the reason. A software device that other hosts connect to has its address and TCP port in its name:
-        ``"soft0@10.0.0.1:7470"`` or ``"soft0@[fd00::1]:7470"``. If the environment variable AIOVERBS_SOFT_ADDRESS
-        is set, ``"soft0"`` stands for the device with that address. Each address is a separate device.
+        for the first RDMA device with an active port; if there is none, for the software device. The logger
+        ``aioverbs`` says so, as a warning if there is an RDMA device that cannot be used. A software device that other
+        hosts connect to has its address and TCP port in its name: ``"soft0@10.0.0.1:7470"`` or
+        ``"soft0@[fd00::1]:7470"``, or a host name of this host in place of the address. With an IPv4 address, port 0
+        stands for one that the system chooses: `Device.name` contains it, and endpoints and connections tell it to
+        peers. The default is 7470. If the environment variable AIOVERBS_SOFT_ADDRESS is set, ``"soft0"`` stands for the
+        device with that address. Each address is a separate device; in one process, port 0 always stands for the same
+        device of an address.
     :param max_native_thread_domains: maximum number of native thread domains in use at once; further thread domains
         are opened as non-native ones. None for as many as the device has.
     :param execution: for the software device only: ``"inline"`` executes a work request in the call that posts it;
@@ -582,7 +586,8 @@ def open_device(
 def _first_active() -> str:
     """Return the name of the first RDMA device with an active port.
 
-    If there is none, return the name of the software device and log a warning that says why.
+    If there is none, return the name of the software device. If there is a device that cannot be used, log a warning
+    that says why; a machine without RDMA devices is nothing to warn of, so the message is informational then.
 
     :raises VerbsError: an RDMA device could be opened but could not be queried or closed again.
     """
@@ -600,7 +605,8 @@ def _first_active() -> str:
         why = f"{name} cannot be opened: {found.problem}" if found.problem else f"no port of {name} is active"
         reasons.append(why)
     (fallback,) = software.names()
-    logger.warning("opening the software device %s: %s", fallback, "; ".join(reasons) or "there is no RDMA device")
+    level = logging.WARNING if reasons else logging.INFO
+    logger.log(level, "opening the software device %s: %s", fallback, "; ".join(reasons) or "there is no RDMA device")
     return fallback
 
 

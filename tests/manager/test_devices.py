@@ -91,11 +91,14 @@ def test_a_device_that_cannot_be_opened_is_listed_with_the_reason(monkeypatch: p
     assert second.name == "soft0"
 
 
-async def test_falling_back_is_a_warning_with_the_reason(no_hardware: None, caplog: pytest.LogCaptureFixture) -> None:
-    async with open_device() as device:
-        assert (device.name, device.software) == ("soft0", True)
+async def test_falling_back_without_a_device_is_informational(
+    no_hardware: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "aioverbs"):
+        async with open_device() as device:
+            assert (device.name, device.software) == ("soft0", True)
     (record,) = caplog.records
-    assert (record.name, record.levelno) == ("aioverbs", logging.WARNING)
+    assert (record.name, record.levelno) == ("aioverbs", logging.INFO)
     assert record.getMessage() == "opening the software device soft0: there is no RDMA device"
 
 
@@ -112,10 +115,12 @@ async def test_a_missing_library_is_the_reason(
     async with open_device():
         pass
     assert "install libibverbs1" in caplog.text
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
     caplog.clear()
     monkeypatch.setattr("aioverbs._verbs.device.kernel_devices", list)
-    async with open_device():
-        pass
+    with caplog.at_level(logging.INFO, "aioverbs"):
+        async with open_device():
+            pass
     assert caplog.messages == ["opening the software device soft0: there is no RDMA device"]
     with pytest.raises(LibraryNotFoundError, match="install libibverbs1"):
         await open_device("mlx5_0").open()

@@ -179,11 +179,11 @@ async def test_closed_regions_have_no_keys(device: Device) -> None:
 
 async def test_unsuitable_memory_is_refused(device: Device) -> None:
     async with device.protection_domain() as pd:
-        with pytest.raises(ValueError, match="at least 1 byte, got 0"):
-            pd.register(0)
-        for memory in (memoryview(bytearray(64))[::2], b""):
-            with pytest.raises((BufferError, ValueError)):
-                await pd.register(memory, AccessFlags.REMOTE_READ).open()
+        for nothing in (0, b"", bytearray(), memoryview(b"")):
+            with pytest.raises(ValueError, match="at least 1 byte, got 0"):
+                pd.register(nothing)
+        with pytest.raises(BufferError):
+            await pd.register(memoryview(bytearray(64))[::2], AccessFlags.REMOTE_READ).open()
         with pytest.raises(TypeError):
             await pd.register("text").open()  # type: ignore[arg-type]
 
@@ -246,7 +246,7 @@ async def test_slices_stay_within_the_region(device: Device) -> None:
             assert len(whole[-10:]) == 10
             assert len(whole[100:]) == 0
             for key in (slice(0, 101), slice(-101, 3), slice(5, 4), slice(101, None)):
-                with pytest.raises(IndexError, match="exceeds the 100 bytes of"):
+                with pytest.raises(IndexError, match=r"exceeds the 100 bytes of .* are not cut off at the end"):
                     whole[key]
             with pytest.raises(ValueError, match="no step, got 2"):
                 whole[::2]

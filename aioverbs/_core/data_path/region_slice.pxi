@@ -204,7 +204,10 @@ cdef class Registered:
     def __getitem__(self, key):
         """Return a part of the memory, a new `RegionSlice`, without a copy.
 
-        :param key: a slice without a step.
+        A slice that exceeds the memory is an error. It is not cut off at the end, as Python does with a sequence: the
+        device would transfer fewer bytes than the program means.
+
+        :param key: a slice without a step. Negative numbers count from the end.
         :raises ClosedResourceError: the region is not open.
         :raises TypeError: `key` is not a slice.
         :raises ValueError: `key` has a step.
@@ -287,7 +290,7 @@ cdef class RegionSlice:
     def __getitem__(self, key):
         """Return a part of this part, a new `RegionSlice`. The region need not be open.
 
-        :param key: a slice without a step.
+        :param key: a slice without a step, which is not cut off at the end. Negative numbers count from the end.
         :raises TypeError: `key` is not a slice.
         :raises ValueError: `key` has a step.
         :raises IndexError: the part does not lie inside this part.
@@ -423,7 +426,7 @@ cdef class RemoteRegion:
     def __getitem__(self, key):
         """Return a part of the memory, a new `RemoteRegion`.
 
-        :param key: a slice without a step.
+        :param key: a slice without a step, which is not cut off at the end. Negative numbers count from the end.
         :raises TypeError: `key` is not a slice.
         :raises ValueError: `key` has a step.
         :raises IndexError: the part does not lie inside the memory.
@@ -490,7 +493,11 @@ cdef int _slice_bounds(object key, uint64_t length, object what, uint64_t *start
     last = length if key.stop is None else key.stop
     first, last = (each + length if each < 0 else each for each in (first, last))
     if not 0 <= first <= last <= length:
-        raise IndexError(f"[{key.start}:{key.stop}] exceeds the {length} bytes of {what!r}")
+        bounds = ":".join("" if each is None else str(each) for each in (key.start, key.stop))
+        raise IndexError(
+            f"[{bounds}] exceeds the {length} bytes of {what!r}: slices of memory are not cut off at the end as those "
+            "of sequences are"
+        )
     start[0] = first
     size[0] = last - first
     return 0

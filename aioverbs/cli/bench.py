@@ -75,8 +75,8 @@ def bench(
     Message models that poll need one processor for each process, or two with the software device. With fewer
     processors, the processes wait for each other.
 
-    The exit status is 0 if all devices and streams were measured, 1 if some of them failed, and 3 if all of them
-    failed, if the second process ended, or if a device named by --device does not exist.
+    The exit status is 0 if all devices and streams were measured, 1 if some of them failed, 3 if the second process
+    ended or a device named by --device does not exist, and 4 if all devices and streams failed.
     """
     if plot is not None:
         _check_plot(plot)
@@ -132,8 +132,9 @@ def _measure(operations: "Sequence[Operation]", named: "Sequence[str]", model: s
     :param seconds: target duration of the whole benchmark.
     :returns: the report; its problems include the devices in ``named`` that cannot be used.
     :raises DeviceNotFoundError: a device in ``named`` does not exist.
-    :raises ConnectionError: the peer process ended, or all devices and streams failed.
-    :raises OSError: the peer process cannot be started, or a device can be opened but not queried.
+    :raises ConnectionError: the peer process ended.
+    :raises OSError: all devices and streams failed, the peer process cannot be started, or a device can be opened but
+        not queried.
     :raises TimeoutError: the benchmark took too long, or the peer process did not answer.
     """
     from aioverbs._verbs.completion_queue import MessageModel

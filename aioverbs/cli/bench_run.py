@@ -101,6 +101,10 @@ class Report:
     seconds: float = 0.0
 
 
+class NothingMeasuredError(OSError):
+    """All devices and streams failed."""
+
+
 class PeerExitedError(ConnectionError):
     """The peer process ended during the benchmark; all contenders are lost."""
 
@@ -248,7 +252,8 @@ class _Benchmark:
 
         :param cell: the cell.
         :param target_s: target duration of a turn, in seconds.
-        :raises ConnectionError: no contender is left, or the peer process ended (`PeerExitedError`).
+        :raises NothingMeasuredError: no contender is left.
+        :raises PeerExitedError: the peer process ended.
         :raises TimeoutError: the peer process did not answer.
         """
         counts: dict[str, int] = {}
@@ -262,7 +267,7 @@ class _Benchmark:
                     await self._run_turn(name, cell, counts[name], samples[name])
         if not self.clients:
             reasons = "; ".join(f"{name}: {problem}" for name, problem in self._report.problems.items())
-            raise ConnectionError(f"no contender is left to measure: {reasons}")
+            raise NothingMeasuredError(f"no contender is left to measure: {reasons}")
         self._report.figures += figures(cell, {name: samples[name] for name in self.clients}, BASE)
 
     @asynccontextmanager
@@ -361,7 +366,8 @@ async def measure(
     :param seconds: target duration of the whole benchmark.
     :param advance: called without arguments after each cell.
     :returns: the report; its problems contain the devices and streams that failed while others continued.
-    :raises ConnectionError: the peer process ended, or all devices and streams failed.
+    :raises PeerExitedError: the peer process ended.
+    :raises NothingMeasuredError: all devices and streams failed.
     :raises OSError: the peer process cannot be started.
     :raises TimeoutError: the benchmark exceeded the time limit, or the peer process did not answer.
     """

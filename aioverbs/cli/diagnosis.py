@@ -123,8 +123,8 @@ def _install(machine: Machine, library: str, commands: dict[str, str] = _INSTALL
 
 
 def _software(machine: Machine) -> Iterator[Finding]:
-    """Yield one `Finding` of severity ERROR if the probe process crashed, or libibverbs is too old or cannot be loaded;
-    otherwise nothing.
+    """Yield one `Finding` of severity ERROR if the probe process crashed, or libibverbs is too old, cannot be loaded or
+    cannot list the devices; otherwise nothing.
     """
     libibverbs = machine.probe.libibverbs
     if machine.probe.crash is not None:
@@ -150,6 +150,8 @@ def _software(machine: Machine) -> Iterator[Finding]:
             f"libibverbs, which drives all RDMA devices, cannot be loaded: {libibverbs.problem}",
             *_install(machine, "libibverbs"),
         )
+    elif machine.probe.list_problem is not None:
+        yield _error("list", "system", f"libibverbs cannot list the RDMA devices: {machine.probe.list_problem}")
 
 
 # ---- Kernel
@@ -342,10 +344,12 @@ def _usability(machine: Machine, device: Device) -> Iterator[Finding]:
     """Yield one `Finding` of severity ERROR if libibverbs does not list the device, or if the device's test failed.
 
     Yield nothing otherwise, and if the reason is reported elsewhere: the device file is missing or cannot be opened,
-    libibverbs cannot be loaded, the probe process crashed, or the limit of locked memory is too low.
+    libibverbs cannot be loaded or cannot list the devices, the probe process crashed, or the limit of locked memory is
+    too low.
     """
     probe = machine.probe
-    if device.node is None or device.open_errno or probe.crash is not None or probe.libibverbs.problem is not None:
+    is_known = probe.crash is None and probe.libibverbs.problem is None and probe.list_problem is None
+    if device.node is None or device.open_errno or not is_known:
         return
     if device.name not in probe.listed:
         details = "".join(f"; libibverbs says: {line}" for line in probe.warnings)

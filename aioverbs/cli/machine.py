@@ -1,5 +1,6 @@
 """Data about RDMA on a machine, from its files and from a process that tests the libraries."""
 
+import contextlib
 import json
 import os
 import platform
@@ -117,6 +118,7 @@ class Probe:
     :param libibverbs: the library libibverbs.
     :param librdmacm: the library librdmacm.
     :param listed: names of the devices for which libibverbs has a provider.
+    :param list_problem: error message if libibverbs cannot list the devices; None if it can, or cannot be loaded.
     :param trials: results of using these devices, by name.
     :param warnings: lines that the libraries wrote to standard error.
     :param crash: None if the process ended normally; otherwise text that says how it ended. In this case, all other
@@ -131,6 +133,7 @@ class Probe:
     warnings: tuple[str, ...] = ()
     crash: str | None = None
     optimized: bool = True
+    list_problem: str | None = None
 
 
 @dataclass(frozen=True)
@@ -179,7 +182,15 @@ def probe() -> Probe:
     command = [sys.executable, "-P", "-m", "aioverbs.cli.probe"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # the same import path as here
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_S, env=environment, check=False)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=_PROBE_S,
+            env=environment,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         return Probe(crash=f"did not end within {duration(_PROBE_S)}")
     warnings = tuple(done.stderr.strip().splitlines())
@@ -206,6 +217,7 @@ def parse_probe(text: str, warnings: tuple[str, ...] = ()) -> Probe:
         trials={name: Trial(**trial) for name, trial in found["trials"].items()},
         warnings=warnings,
         optimized=found["optimized"],
+        list_problem=found["list_problem"],
     )
 
 
@@ -267,11 +279,11 @@ def _names(folder: Path) -> list[str]:
 
 
 def _text(path: Path) -> str:
-    """Return the text of a file, such as a kernel attribute, without the white space around it. If the file cannot be
-    read, as is the case for an empty GID entry, return an empty string.
+    """Return the text of a file, such as a kernel attribute, without the white space around it. Bytes that are not
+    UTF-8 are replaced. If the file cannot be read, as is the case for an empty GID entry, return an empty string.
     """
     try:
-        return path.read_text().strip()
+        return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""
 
@@ -324,7 +336,8 @@ def _hardware(folder: Path) -> Iterator[str]:
     for name in _names(folder):
         vendor, number = _text(folder / name / "vendor"), _text(folder / name / "device")
         if vendor == _MELLANOX and _text(folder / name / "class").startswith("0x02"):
-            yield "mlx4_ib" if int(number, 16) < 0x1011 else "mlx5_ib"
+            with contextlib.suppress(ValueError):  # the number cannot be read
+                yield "mlx4_ib" if int(number, 16) < 0x1011 else "mlx5_ib"
         elif vendor == _AMAZON and number.startswith("0xefa"):
             yield "efa"
 

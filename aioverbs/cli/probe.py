@@ -15,7 +15,7 @@ from aioverbs._core.handles.handles import is_optimized
 from aioverbs._providers import hardware
 from aioverbs._verbs.device import open_device
 from aioverbs.attributes import QpCapabilities
-from aioverbs.errors import LibraryNotFoundError
+from aioverbs.errors import LibraryNotFoundError, VerbsError
 
 _DEPTH = 16
 _MEMORY = 64 << 10
@@ -71,19 +71,21 @@ def _try(name: str) -> dict[str, str | int]:
 def main() -> None:
     """Test the libraries and the devices, then print the results as one JSON object on standard output.
 
-    :raises VerbsError: libibverbs cannot list the devices; nothing is printed.
     :raises OSError: standard output cannot be written.
     """
     logging.getLogger("aioverbs").setLevel(logging.ERROR)  # warnings about emulated domains are not a result
     libraries = {name: _library(f"{name}.so.1") for name in ("libibverbs", "librdmacm")}
     listed: list[str] = []
+    list_problem: str | None = None
     if "problem" not in libraries["libibverbs"]:
         try:
             listed = hardware.names()
         except LibraryNotFoundError as error:
             libraries["libibverbs"] |= {"problem": error.reason, "outdated": error.outdated}
+        except VerbsError as error:
+            list_problem = str(error)
     trials = {name: _try(name) for name in listed}
-    found = {**libraries, "listed": listed, "trials": trials, "optimized": is_optimized()}
+    found = {**libraries, "listed": listed, "trials": trials, "optimized": is_optimized(), "list_problem": list_problem}
     json.dump(found, sys.stdout)
 
 

@@ -219,7 +219,7 @@ class TestFailures:
         prepare = Memory.prepare
         monkeypatch.setattr(Memory, "prepare", corrupt)
         done = invoke("write", "--seconds", "1")
-        assert done.exit_code == Status.NOT_FOUND
+        assert done.exit_code == Status.FAILED
         assert "no contender is left to measure: tcp: turn 1 " in done.stderr
         assert "the bytes that arrived differ" in done.stderr
 

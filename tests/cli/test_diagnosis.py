@@ -361,10 +361,33 @@ def test_routable_gids(tree: Tree) -> None:
         assert diagnose(tree.inspect()).findings == ()
 
 
+def test_devices_that_cannot_be_listed_are_no_crash_and_no_missing_provider(tree: Tree) -> None:
+    tree.device()
+    tree.probe = replace(tree.probe, listed=(), trials={}, list_problem="ibv_get_device_list failed: EPERM")
+    diagnosis = diagnose(tree.inspect())
+    finding = the_finding(diagnosis)
+    assert (finding.code, finding.subject, finding.severity) == ("list", "system", Severity.ERROR)
+    assert finding.message == "libibverbs cannot list the RDMA devices: ibv_get_device_list failed: EPERM"
+    assert diagnosis.unusable == ("rxe0",)
+
+
+def test_files_that_cannot_be_read_or_decoded(tree: Tree) -> None:
+    card = "sys/bus/pci/devices/0000:01:00.0"
+    tree.write(f"{card}/vendor", "0x15b3")
+    tree.write(f"{card}/class", "0x020000")  # the number of the model is missing
+    tree.write("proc/1/environ")
+    (tree.root / "proc/1/environ").write_bytes(b"NAME=\xff\xfe\0container=lxc\0")
+    machine = tree.inspect()
+    assert machine.hardware == ()
+    assert machine.container
+    tree.write(f"{card}/device", "0x1017")
+    assert tree.inspect().hardware == ("mlx5_ib",)
+
+
 def test_parsing_the_output_of_the_probe() -> None:
     text = """{"libibverbs": {"path": "/l", "version": "44.0"}, "librdmacm": {"problem": "none"},
                "listed": ["rxe0"], "trials": {"rxe0": {"problem": "no", "number": 12}},
-               "optimized": false}"""
+               "optimized": false, "list_problem": null}"""
     assert parse_probe(text, ("a warning",)) == Probe(
         Library("/l", "44.0"),
         Library(problem="none"),

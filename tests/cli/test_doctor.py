@@ -1,5 +1,6 @@
 """`aioverbs doctor`: output, colours and exit status."""
 
+import errno
 import json
 import logging
 import os
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from aioverbs import LibraryNotFoundError
+from aioverbs import LibraryNotFoundError, VerbsError
 from aioverbs._core.handles import handles
 from aioverbs._providers import hardware
 from aioverbs.cli import doctor, machine, main, probe
@@ -134,6 +135,22 @@ class TestProbe:
         assert found.libibverbs == machine.Library("libibverbs.so.1", "30.0", problem, outdated=True)
         assert (found.librdmacm.problem, found.listed, found.trials) == (None, (), {})
 
+    def test_a_failure_to_list_the_devices(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level(logging.WARNING, "aioverbs")  # also restores the level, which the probe changes
+
+        def fail() -> list[str]:
+            raise VerbsError("ibv_get_device_list", errno.EPERM)
+
+        monkeypatch.setattr(probe, "_library", lambda name: {"path": name, "version": "30.0"})
+        monkeypatch.setattr(hardware, "names", fail)
+        probe.main()
+        found = machine.parse_probe(capsys.readouterr().out)
+        assert (found.crash, found.libibverbs.problem, found.listed) == (None, None, ())
+        assert found.list_problem is not None
+        assert found.list_problem.startswith("ibv_get_device_list failed: EPERM")
+
     @pytest.mark.parametrize(
         ("script", "crash", "warnings"),
         [
@@ -143,6 +160,7 @@ class TestProbe:
                 ("trouble",),
             ),  # a sanitizer cannot intercept SIGKILL
             ("exit 3", "ended with status 3", ()),
+            (r"printf '\377 trouble\n' >&2; exit 3", "ended with status 3", ("\ufffd trouble",)),
             ("exec sleep 30", "did not end within 200 ms", ()),
         ],
     )

@@ -430,12 +430,13 @@ class ImportedMemoryRegion(MemoryRegion):
     long as the other process keeps it open; after that work requests fail with LOC_PROT_ERR. Closing the imported
     region does not close the original one. If the region cannot be imported, opening raises `VerbsError`: with ENOENT
     if no region of the domain has that key, with EFAULT if its memory is private to the other process, or with
-    EOPNOTSUPP on RDMA devices; or `OverflowError` if the key does not fit in 32 bits. The region then stays unopened.
+    EOPNOTSUPP on RDMA devices. The region then stays unopened.
 
     :param pd: protection domain that the region belongs to.
     :param handle: handle of that protection domain.
     :param key: lkey of the region, which equals its rkey.
     :raises TypeError: ``key`` is not an integer.
+    :raises ValueError: ``key`` does not fit in 32 bits.
     """
 
     def __init__(self, pd: Resource, handle: handles.ProtectionDomain, key: int) -> None:

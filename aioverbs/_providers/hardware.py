@@ -59,9 +59,8 @@ def gid_table(context: handles.Context, port: int) -> list[Gid]:
     read them from the kernel's files.
 
     :param context: context of an RDMA device.
-    :param port: number of the port, from 1.
-    :returns: a new list of `Gid`, without empty entries and entries of a type that `GidType` lacks. If the device has
-        no such port, the list is empty, or VerbsError is raised if the kernel's files are read.
+    :param port: number of a port that the device has.
+    :returns: a new list of `Gid`, without empty entries and entries of a type that `GidType` lacks.
     :raises VerbsError: the verb or the query for the size of a port's table failed, or the kernel's files cannot be
         read.
     :raises ClosedResourceError: the context is closed.

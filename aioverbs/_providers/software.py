@@ -47,8 +47,9 @@ def open_context(name: str = _NAME, *, execution: Execution = "inline", delay_ns
 def gid_table(context: handles.Context, port: int) -> list[Gid]:
     """Return the GID table of a port, a list of `Gid` in the order of their indexes. All have the type RoCE v2.
 
-    :raises VerbsError: the port cannot be queried, for example because the device has no such port.
-    :raises ValueError: `port` is not in 0..255.
+    :param context: context of a software device.
+    :param port: number of a port that the device has.
+    :raises VerbsError: the port cannot be queried.
     :raises ClosedResourceError: the context is closed.
     """
     length = context.query_port(port).gid_tbl_len

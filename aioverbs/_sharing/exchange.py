@@ -34,7 +34,7 @@ from aioverbs._sharing.shared_pd import (
     share_error,
     wrong_device_error,
 )
-from aioverbs.errors import BrokenResourceError, ClosedResourceError, VerbsError
+from aioverbs.errors import BrokenResourceError, ClosedResourceError
 
 __all__ = ["ReceivedShare", "ReceivedSoftwareShare", "answer", "receive"]
 
@@ -191,15 +191,15 @@ async def answer(sock: socket.socket, context: handles.Context, shared: Share | 
         EPROTO if it is invalid; with EPROTONOSUPPORT if it has a different version; with EMFILE or ENOMEM if a software
         device has no descriptor or memory left. The peer receives the same errno; but if descriptors were attached to
         the request (EPROTO), the socket is closed instead.
-    :raises OSError: with EMFILE if no descriptor is left for an RDMA device, in which case the peer receives no reply;
-        with EBADF if the socket is closed.
+    :raises OSError: with EMFILE if no descriptor is left for an RDMA device, which the peer receives as well; with
+        EBADF if the socket is closed.
     :raises ClosedResourceError: the context is closed. The peer receives ENOENT.
     :raises BrokenResourceError: the peer closed the socket.
     :raises ValueError: the socket is not a Unix stream socket, or is blocking.
     :raises RuntimeError: no asyncio event loop is running.
     """
     _check(sock)
-    refused: VerbsError | ClosedResourceError | None = None
+    refused: OSError | ClosedResourceError | None = None
     data = await _receive(sock, Request.SIZE, [], 0)
     with _descriptors(os.close) as descriptors:
         try:
@@ -210,9 +210,10 @@ async def answer(sock: socket.socket, context: handles.Context, shared: Share | 
                 raise share_error(errno.EACCES)
             shared.attach(context, descriptors)
             reply = Reply.make(request, shared.share_key, context.name, shared.pd_handle)
-        except (VerbsError, ClosedResourceError) as error:
+        except (OSError, ClosedResourceError) as error:
             refused = error
-            reply = Reply.refuse(error.errno if isinstance(error, VerbsError) else errno.ENOENT, context.name)
+            status = error.errno if isinstance(error, OSError) else errno.ENOENT
+            reply = Reply.refuse(status or errno.EIO, context.name)
         await _send(sock, reply.pack(), descriptors if refused is None else [])
     if refused is not None:
         raise refused

@@ -160,9 +160,8 @@ class Domain(HandleResource[handles.ProtectionDomain]):
         :param xrc_domain: XRC domain of an XRC shared receive queue; None for an ordinary one.
         :param cq: completion queue of an XRC shared receive queue; None for an ordinary one.
         :raises ValueError: only one of `xrc_domain` and `cq` is given, or the message model of `cq` differs from that
-            of the resource domain; on opening: the device does not support the sizes, `cq` lacks room, or the domain,
-            `xrc_domain` and `cq` belong to different devices or owners.
-        :raises OverflowError: on opening: `limit` is not in 0..2**32-1.
+            of the resource domain; on opening: the device does not support the sizes or `limit`, `cq` lacks room, or
+            the domain, `xrc_domain` and `cq` belong to different devices or owners.
         :raises ClosedResourceError: the domain is not open.
         :raises AffinityError: on opening: another event loop owns the domain and `cq`.
         :raises VerbsError: on opening: the verb failed; with EINVAL, also if `limit` exceeds the size of the queue.

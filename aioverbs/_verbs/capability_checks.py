@@ -55,16 +55,22 @@ def check_completion_queue(
     _check(name, ("depth", depth, device.max_cqe), ("comp_vector", comp_vector, max(comp_vectors, 1) - 1))
 
 
-def check_shared_receive_queue(name: str, device: DeviceAttributes, max_wr: int, max_sge: int) -> None:
-    """Check the sizes of a shared receive queue against the limits of the device.
+def check_shared_receive_queue(name: str, device: DeviceAttributes, max_wr: int, max_sge: int, limit: int) -> None:
+    """Check the sizes and the limit of a shared receive queue against the limits of the device.
 
     :param name: name of the device, for the error message.
     :param device: attributes of the device.
     :param max_wr: number of receives that can be posted at once.
     :param max_sge: number of scatter/gather entries of a receive.
+    :param limit: number of receives below which an event is raised.
     :raises ValueError: a value is negative or exceeds the limit; the message lists all such values.
     """
-    _check(name, ("max_wr", max_wr, device.max_srq_wr), ("max_sge", max_sge, device.max_srq_sge))
+    _check(
+        name,
+        ("max_wr", max_wr, device.max_srq_wr),
+        ("max_sge", max_sge, device.max_srq_sge),
+        ("limit", limit, device.max_srq_wr),
+    )
 
 
 def _check(name: str, *asked: tuple[str, int, int | None]) -> None:

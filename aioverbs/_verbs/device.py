@@ -420,7 +420,7 @@ class Device(HandleResource[handles.Context]):
             methods of `Allocator`.
         :raises ClosedResourceError: the device is not open; on opening: `pd` is not open.
         :raises RuntimeError: on opening with the thread model SINGLE: no asyncio event loop is running.
-        :raises ValueError: on opening: `pd` belongs to another device than the native thread domain.
+        :raises ValueError: `pd` belongs to another device.
         :raises VerbsError: on opening: a verb failed, or `require_native` cannot be met.
         """
         return ResourceDomain(

@@ -17,6 +17,7 @@ def gid_table(context: handles.Context, port: int) -> list[Gid]:
 
     :raises VerbsError: the verb failed.
     """
+    check_port(context, port)
     if context.software:
         return software.gid_table(context, port)
     return hardware.gid_table(context, port)
@@ -58,7 +59,6 @@ def gid_index(context: handles.Context, port: int) -> int:
     :raises VerbsError: the GID table cannot be queried.
     :raises LibraryNotFoundError: as for `gid_table`.
     """
-    check_port(context, port)
     found = select_gid_index(gid_table(context, port))
     if found is None:
         raise ValueError(

@@ -96,7 +96,7 @@ class InterchangeableDomain(Domain):
 
         :param key: `MemoryRegion.rkey` in the other process, 0..2**32-1.
         :raises TypeError: `key` is not an integer.
-        :raises OverflowError: on opening: `key` is not in 0..2**32-1.
+        :raises ValueError: `key` is not in 0..2**32-1.
         :raises ClosedResourceError: the domain is not open.
         :raises VerbsError: on opening: with ENOENT if no region of the domain has that key, with EFAULT if the memory
             of the region is not from `shared_memory`, with EOPNOTSUPP if this is an RDMA device.
@@ -152,6 +152,20 @@ def base_protection_domain(what: str, pd: object) -> "ProtectionDomain":
     if not isinstance(pd, InterchangeableDomain):
         raise TypeError(f"a {what} requires a protection domain, got {pd!r}")
     return pd.base
+
+
+def check_same_device(other: Resource, context: handles.Context, base: "ProtectionDomain") -> None:
+    """Check that a resource and a protection domain belong to the same device.
+
+    The provider refuses a native thread domain of another device as well. One that is not native has no verbs object.
+
+    :param other: the resource.
+    :param context: open context of its device.
+    :param base: the protection domain.
+    :raises ValueError: they belong to different devices.
+    """
+    if context is not base._context:
+        raise ValueError(f"{other!r} belongs to a different device than {base!r}: make both from one device")
 
 
 def with_base(pd: Resource) -> tuple[Resource, ...]:
@@ -390,7 +404,7 @@ class ParentDomain(InterchangeableDomain):
     :param require_native: True if opening must raise `VerbsError` when the provider has no parent domains or `td` is
         not native; False to continue without native ones.
     :raises TypeError: `pd` or `td` is of another type, or `allocator` lacks the methods of `Allocator`.
-    :raises ValueError: on opening: `td` is native and belongs to another device.
+    :raises ValueError: `td` belongs to another device.
     :raises AffinityError: on opening: another event loop owns `td`.
     :raises ConcurrentAccessError: on opening: another verb is in progress on an object of the owner of `td`.
     :raises VerbsError: on opening: the verb failed; with EOPNOTSUPP, also if `require_native` cannot be met.
@@ -408,6 +422,8 @@ class ParentDomain(InterchangeableDomain):
         base = base_protection_domain("parent domain", pd)
         if td is not None and not isinstance(td, ThreadDomain):
             raise TypeError(f"`td` must be a ThreadDomain or None, got {td!r}")
+        if td is not None:
+            check_same_device(td, td._context, base)
         super().__init__(*with_base(pd), *([] if td is None else [td]))
         self._pd = base
         self._td = td
@@ -429,7 +445,6 @@ class ParentDomain(InterchangeableDomain):
 
         :raises VerbsError: the verb failed; with EOPNOTSUPP, also if ``require_native`` cannot be met.
         :raises ClosedResourceError: the protection domain or the thread domain is not open.
-        :raises ValueError: the thread domain is native and belongs to another device.
         :raises AffinityError: another event loop owns the thread domain.
         """
         td = self._td.handle if self._td is not None else None

@@ -15,6 +15,7 @@ from aioverbs._verbs.protection_domain import (
     ParentDomain,
     ProtectionDomain,
     base_protection_domain,
+    check_same_device,
     with_base,
 )
 from aioverbs._verbs.thread_domain import ThreadDomain, ThreadDomainBudget
@@ -44,7 +45,7 @@ class ResourceDomain(InterchangeableDomain):
     :param require_native: True if opening must raise `VerbsError` when the provider cannot drop its locks; False to
         continue with the locks in this case.
     :raises TypeError: `pd` is of another type, or `allocator` lacks the methods of `Allocator`.
-    :raises ValueError: on opening: `pd` belongs to another device than the native thread domain.
+    :raises ValueError: `pd` belongs to another device.
     :raises RuntimeError: on opening with the thread model SINGLE: no asyncio event loop is running.
     :raises VerbsError: on opening: a verb failed; with EOPNOTSUPP or ENOSPC, also if `require_native` cannot be met.
     """
@@ -71,6 +72,7 @@ class ResourceDomain(InterchangeableDomain):
             if pd is not None
             else ProtectionDomain(self, device_context, budget)
         )
+        check_same_device(device, device_context, self._pd)
         self._td: ThreadDomain | None = None
         self._parent: ParentDomain | None = None
         self.thread_model = ThreadModel(thread_model)
@@ -91,7 +93,6 @@ class ResourceDomain(InterchangeableDomain):
         With the thread model SAFE, there is no thread domain.
 
         :raises VerbsError: a verb failed, or ``require_native`` cannot be met.
-        :raises ValueError: the given protection domain belongs to another device than the native thread domain.
         :raises ClosedResourceError: the given protection domain is not open.
         """
         owner = self._lifecycle.owner

@@ -53,9 +53,8 @@ class SharedReceiveQueue(FillableQueue):
     :param xrc_domain: XRC domain whose queue pairs use the queue; requires `cq`. None for an ordinary queue.
     :param cq: completion queue of the receives of an XRC queue; None for an ordinary queue.
     :raises ValueError: only one of `xrc_domain` and `cq` is given, or the message model of `cq` differs from that of
-        the resource domain; on opening: the device does not support the sizes, `cq` lacks room for `max_wr`
+        the resource domain; on opening: the device does not support the sizes or `limit`, `cq` lacks room for `max_wr`
         completions, or the domain, `xrc_domain` and `cq` belong to different devices or owners.
-    :raises OverflowError: on opening: `limit` is not in 0..2**32-1.
     :raises AffinityError: on opening: another event loop owns the domain and `cq`.
     :raises VerbsError: on opening: the verb failed; with EINVAL, also if `limit` exceeds the size of the queue.
     """
@@ -88,9 +87,9 @@ class SharedReceiveQueue(FillableQueue):
         return self._queue_location.owner_with(self._cq)
 
     def _open(self) -> None:
-        max_wr, max_sge, _ = self._sizes
+        max_wr, max_sge, limit = self._sizes
         context = self._queue_location.pd.context
-        check_shared_receive_queue(context.name, context.attributes, max_wr, max_sge)
+        check_shared_receive_queue(context.name, context.attributes, max_wr, max_sge, limit)
         reservation = CqReservation()
         self._lifecycle.hold(reservation)
         reservation.reserve(self._cq, max_wr)

@@ -42,12 +42,14 @@ async def look_up(host: str, port: int) -> Address:
     :param port: port, 0..65535, which the caller has checked.
     :returns: the address, as a tuple that `socket.getaddrinfo` returned.
     :raises OSError: the name cannot be resolved.
-    :raises ValueError: `host` cannot be a host name, for example because a label of it is too long (`UnicodeError`).
+    :raises ValueError: `host` cannot be a host name, for example because a label of it is too long.
     """
     try:  # a numeric address needs no resolver
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
     except socket.gaierror:
         found = await running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except UnicodeError as error:  # from the encoding of names, which tells neither the name nor what is wrong with it
+        raise ValueError(f"{host!r} cannot be a host name: a part of it is empty or too long") from error
     return found[0][4]  # type: ignore[return-value]  # an IPv4 or IPv6 address
 
 

@@ -251,6 +251,24 @@ def test_no_interpreter_is_needed(tmp_path: Path) -> None:
     assert allocator.statistics().pieces == 0
 
 
+@pytest.mark.parametrize("wrong", [{"resource_type": 1 << 64}, {"resource_type": -1}, {"size": 1 << 64}])
+def test_a_number_that_cannot_be_recorded_leaks_no_piece_of_an_allocator_in_python(wrong: dict[str, int]) -> None:
+    pieces: list[int] = []
+
+    class InPython:
+        def allocate(self, *_: object) -> int:
+            pieces.append(4096)
+            return 4096
+
+        def free(self, address: int, *_: object) -> None:
+            pieces.remove(address)
+
+    allocator = RecordingAllocator(InPython())
+    with pytest.raises(OverflowError):
+        allocator.allocate(**{"size": 64, "alignment": 64, "resource_type": 0} | wrong)
+    assert pieces == []
+
+
 def test_memory_outlives_a_dropped_allocator() -> None:
     arena = ArenaAllocator()
     address = arena.allocate(100, 64)

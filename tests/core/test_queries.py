@@ -1,8 +1,12 @@
 """Attributes of the software device, its port and its queue pairs."""
 
+import ctypes
+import errno
 from ipaddress import IPv4Address, IPv6Address
 
-from aioverbs import AccessFlags, AtomicCap, LinkLayer, Mtu, PortState, QpState
+import pytest
+
+from aioverbs import AccessFlags, AtomicCap, LinkLayer, Mtu, PortState, QpState, VerbsError
 from aioverbs._core.handles import handles
 from aioverbs._core.software import software
 from aioverbs.attributes import AddressVector, QpCapabilities
@@ -28,6 +32,41 @@ def test_port_attributes(context: software.Context) -> None:
     assert port.active_mtu is port.max_mtu is Mtu.MTU_4096
     assert port.max_msg_sz == 1 << 30
     assert (port.gid_tbl_len, port.pkey_tbl_len) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("offset", "value", "text"),
+    [(0, 9, "reports 9 for port 1, which is no PortState"), (8, 99, "reports 99 for port 1, which is no Mtu")],
+)
+def test_an_unknown_number_in_the_attributes_of_a_port(
+    context: software.Context, offset: int, value: int, text: str
+) -> None:
+    """Offsets of `struct ibv_port_attr`; `query_port` is the first member of `struct verbs_context`."""
+    place = ctypes.c_void_p.from_address(context.extended_address)
+    verb = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_uint8, ctypes.c_void_p, ctypes.c_size_t)
+    before = place.value
+    assert before is not None
+    known = verb(before)
+
+    def query(pointer: int, port: int, attributes: int, size: int) -> int:
+        result = int(known(pointer, port, attributes, size))
+        ctypes.c_uint32.from_address(attributes + offset).value = value
+        return result
+
+    unknown = verb(query)
+    place.value = ctypes.cast(unknown, ctypes.c_void_p).value
+    try:
+        with pytest.raises(VerbsError, match=text) as caught:
+            context.query_port()
+    finally:
+        place.value = before
+    assert (caught.value.verb, caught.value.errno) == ("ibv_query_port", errno.EPROTO)
+
+
+@pytest.mark.parametrize("max_entries", [-1, -(1 << 31)])
+def test_a_negative_size_of_the_gid_table_is_refused(context: software.Context, max_entries: int) -> None:
+    with pytest.raises(ValueError, match=f"`max_entries` must not be negative, got {max_entries}"):
+        context.query_gid_table(max_entries)
 
 
 def test_gid_and_pkey_tables(context: software.Context) -> None:

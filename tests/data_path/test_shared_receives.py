@@ -181,6 +181,13 @@ async def test_messages_of_a_queue_are_refilled_from_any_limit(device: Device, d
                     assert bytes(message.data) == bytes([number])
 
 
+@pytest.mark.parametrize("limit", [-1, 1 << 32])
+async def test_an_impossible_limit_is_refused(device: Device, limit: int) -> None:
+    async with device.resource_domain() as domain:
+        with pytest.raises(ValueError, match=rf"`limit` must be (0 or more|at most .*) for {device.name}, got"):
+            await domain.shared_receive_queue(8, limit=limit).open()
+
+
 async def test_a_pool_that_cannot_fill_the_queue_is_refused(device: Device) -> None:
     async with (
         ends(device) as pair,

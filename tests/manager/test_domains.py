@@ -208,6 +208,25 @@ async def test_overlapping_verbs_of_an_unsafe_domain_are_refused(device: Device)
         queue.destroy()
 
 
+@pytest.mark.parametrize("most", [None, 0], ids=["native", "not native"])
+async def test_domains_of_two_devices_do_not_mix(most: int | None) -> None:
+    """A thread domain that is not native has no verbs object, which would be refused."""
+    async with (
+        open_device("soft0", max_native_thread_domains=most) as device,
+        open_device("soft0") as other,
+        device.thread_domain() as td,
+        other.protection_domain() as pd,
+    ):
+        assert td.native == (most is None)
+        with pytest.raises(ValueError, match=r"<ThreadDomain .* belongs to a different device than <ProtectionDomain"):
+            pd.parent_domain(td)
+        for model in ThreadModel:
+            with pytest.raises(ValueError, match=r"<Device soft0 .* a different device than <ProtectionDomain"):
+                device.resource_domain(pd, thread_model=model)
+        async with other.resource_domain(pd), device.thread_domain():
+            pass
+
+
 async def test_a_loop_domain_is_shared_while_in_use(device: Device) -> None:
     async with device.loop_domain() as first:
         async with device.loop_domain() as second:

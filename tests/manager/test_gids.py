@@ -167,6 +167,15 @@ def test_without_the_verb_the_table_is_read_from_the_kernels_files(
         gid_table(context, 1)
 
 
+@pytest.mark.parametrize("port", [0, 3, -1, 256])
+async def test_the_gid_table_of_a_missing_port_is_the_same_error_everywhere(
+    context: handles.Context, device: Device, port: int
+) -> None:
+    for each, count in ((context, 2), (device.handle, device.handle.attributes.phys_port_cnt)):
+        with pytest.raises(ValueError, match=f"`port` must be 1 to {count} for .*, got {port}"):
+            gid_table(each, port)
+
+
 async def test_gid_table_of_the_device(device: Device) -> None:
     found = gid_table(device.handle, 1)
     assert [device.handle.query_gid(1, each.index) for each in found] == [each.gid for each in found]

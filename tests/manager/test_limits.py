@@ -188,8 +188,8 @@ async def test_limits_of_a_smaller_device(device: Device) -> None:
         check_completion_queue("nic0", less, 201)
     with pytest.raises(ValueError, match=r"^`comp_vector` must be at most 7 for nic0, got 8$"):
         check_completion_queue("nic0", less, 200, comp_vector=8, comp_vectors=8)
-    check_shared_receive_queue("nic0", less, 50, 2)
+    check_shared_receive_queue("nic0", less, 50, 2, 50)
     with pytest.raises(
         ValueError, match=r"^`max_wr` must be at most 50 for nic0, got 51; `max_sge` must be at most 2 for nic0, got 3"
     ):
-        check_shared_receive_queue("nic0", less, 51, 3)
+        check_shared_receive_queue("nic0", less, 51, 3, 0)

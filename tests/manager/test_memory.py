@@ -348,6 +348,9 @@ async def check_key_refused(device: Device, key: Any) -> None:
             import_device(ours, 1, key)
         with pytest.raises(TypeError, match="integer"):
             pd.import_memory_region(key)
+        for wrong in (-1, 1 << 32):
+            with pytest.raises(ValueError, match=f"`key` must fit in 32 bits, got {wrong}"):
+                pd.import_memory_region(wrong)
 
 
 @pytest.mark.parametrize(

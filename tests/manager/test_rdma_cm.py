@@ -77,6 +77,25 @@ async def test_address_lookup() -> None:
     assert (await look_up("localhost", 1))[1] == 1
 
 
+@pytest.mark.parametrize("host", ["a" * 64, "a..b"])
+async def test_impossible_host_names_are_refused_with_the_name(host: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"'{host}' cannot be a host name: a part of it is empty or too long"
+    ) as caught:
+        await look_up(host, 7174)
+    assert not isinstance(caught.value, UnicodeError)
+
+
+@pytest.mark.parametrize("address", [("::1", 1, 2), ("10.77.0.1",), ("::1", 1, 2, 3, 4), ()])
+def test_addresses_of_other_lengths_are_refused(address: tuple[str | int, ...]) -> None:
+    """The address is checked first, so no identifier of a connection manager is needed."""
+    identifier: Any = core.Identifier.__new__(core.Identifier)
+    with pytest.raises(ValueError, match=r"an address is \(host, port\), or .* got \("):
+        identifier.bind_addr(address)
+    with pytest.raises(ValueError, match=r"an address is \(host, port\), or .* got \("):
+        identifier.resolve_addr(address, 1000)
+
+
 def test_static_types() -> None:
     channel = Channel()
     assert_type(channel.identifier(), Identifier)

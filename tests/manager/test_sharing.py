@@ -47,6 +47,7 @@ from tests.conftest import LOOP_FACTORIES
 from tests.core.children import in_child
 from tests.descriptors import descriptors, descriptors_at_first
 from tests.listening import own_address
+from tests.pace import patience
 from tests.waiting import until
 
 if TYPE_CHECKING:
@@ -131,6 +132,23 @@ def close(received_share: ReceivedShare | ReceivedSoftwareShare) -> None:
 
 
 # ---- The exchange
+
+
+async def test_a_lack_of_descriptors_is_reported_to_the_peer(ends: Ends, stand_in: StandIn, shared: Share) -> None:
+    class Lacking:
+        number, share_key, pd_handle = shared.number, shared.share_key, shared.pd_handle
+
+        def attach(self, *_: object) -> None:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    lacking: Any = Lacking()
+    async with asyncio.timeout(patience(20)):
+        answered, received = await asyncio.gather(
+            answer(ends[0], stand_in.context, lacking), receive(ends[1], ID, KEY), return_exceptions=True
+        )
+    assert isinstance(answered, OSError)
+    assert isinstance(received, VerbsError)
+    assert answered.errno == received.errno == errno.EMFILE
 
 
 async def test_an_exchange(ends: Ends, stand_in: StandIn, shared: Share) -> None:

@@ -41,6 +41,13 @@ cdef class RecordingAllocator(NativeAllocator):
         if self.alloc:
             return NativeAllocator.allocate(self, size, alignment, resource_type, pd, context)
         _check_request(size, alignment)
+        return self._allocate_in_python(size, alignment, resource_type, pd, context)
+
+    def _allocate_in_python(self, size_t size, uint64_t alignment, uint64_t resource_type, pd, context):
+        """Allocate a piece as `allocate` does, from an inner allocator written in Python.
+
+        The numbers have their C types on entry: one that does not fit must raise OverflowError before there is a piece.
+        """
         try:
             address = self.inner.allocate(size, alignment, resource_type, pd, context)
         except BaseException:

@@ -356,9 +356,9 @@ cdef class Context(Handle):
 
         :param port_num: number of the port, from 1.
         :returns: a new `PortAttributes`.
-        :raises ValueError: `port_num` is not in 0..255, or the provider reports a number that `PortState`, `Mtu` or
-            `LinkLayer` does not have.
-        :raises VerbsError: the verb failed, for example with EINVAL because the device has no such port.
+        :raises ValueError: `port_num` is not in 0..255.
+        :raises VerbsError: the verb failed, for example with EINVAL because the device has no such port; with EPROTO if
+            the provider reports a number that `PortState`, `Mtu` or `LinkLayer` does not have.
         :raises ClosedResourceError: the context is closed.
         """
         cdef v.ibv_port_attr attr
@@ -371,16 +371,16 @@ cdef class Context(Handle):
             self._leave()
         self._check("ibv_query_port", error)
         return PortAttributes(
-            state=PortState(attr.state),
-            max_mtu=Mtu(attr.max_mtu),
-            active_mtu=Mtu(attr.active_mtu),
+            state=_known(PortState, attr.state, port),
+            max_mtu=_known(Mtu, attr.max_mtu, port),
+            active_mtu=_known(Mtu, attr.active_mtu, port),
             gid_tbl_len=attr.gid_tbl_len,
             pkey_tbl_len=attr.pkey_tbl_len,
             max_msg_sz=attr.max_msg_sz,
             lid=attr.lid,
             sm_lid=attr.sm_lid,
             lmc=attr.lmc,
-            link_layer=LinkLayer(attr.link_layer),
+            link_layer=_known(LinkLayer, attr.link_layer, port),
             port_cap_flags=attr.port_cap_flags,
             active_width=attr.active_width,
             active_speed=attr.active_speed,
@@ -417,6 +417,7 @@ cdef class Context(Handle):
         :param max_entries: sum of the sizes of the ports' GID tables, not negative.
         :returns: a new list with a tuple for each GID that is not empty: number of the port, index in the port's table,
             the GID (16 bytes), and its type (a number of `GidType`).
+        :raises ValueError: `max_entries` is negative.
         :raises OverflowError: `max_entries` does not fit in 32 bits.
         :raises MemoryError: there is not enough memory for `max_entries` entries.
         :raises VerbsError: the verb failed; with EOPNOTSUPP for the software device, and if libibverbs is older than
@@ -424,7 +425,10 @@ cdef class Context(Handle):
         :raises ClosedResourceError: the context is closed.
         """
         cdef Py_ssize_t index, count = -EOPNOTSUPP
-        cdef v.ibv_gid_entry *entries = <v.ibv_gid_entry *>PyMem_Calloc(max_entries, sizeof(v.ibv_gid_entry))
+        cdef v.ibv_gid_entry *entries
+        if max_entries < 0:
+            raise ValueError(f"`max_entries` must not be negative, got {max_entries}")
+        entries = <v.ibv_gid_entry *>PyMem_Calloc(max_entries, sizeof(v.ibv_gid_entry))
         if not entries:
             raise MemoryError
         try:
@@ -490,6 +494,15 @@ cdef class Context(Handle):
             return _take_event(self)
         finally:
             self._leave()
+
+
+cdef object _known(kind, int number, int port):
+    # Return the member of an enumeration that a provider reported for a port; raise VerbsError if there is none.
+    try:
+        return kind(number)
+    except ValueError:
+        advice = f"the provider reports {number} for port {port}, which is no {kind.__name__} that aioverbs knows"
+        raise VerbsError("ibv_query_port", EPROTO, advice) from None
 
 
 cdef int _byte(value, str name) except -1:

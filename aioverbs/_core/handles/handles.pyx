@@ -76,7 +76,7 @@ from cpython.mem cimport PyMem_Calloc, PyMem_Free
 from cpython.number cimport PyNumber_Index
 from cpython.object cimport PyObject
 from cpython.pycapsule cimport PyCapsule_GetPointer
-from libc.errno cimport EAGAIN, EBUSY, EINVAL, EIO, ENOSYS, EOPNOTSUPP, errno
+from libc.errno cimport EAGAIN, EBUSY, EINVAL, EIO, ENOSYS, EOPNOTSUPP, EPROTO, errno
 from libc.stdint cimport uint16_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memcpy, memset
 

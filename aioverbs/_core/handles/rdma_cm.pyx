@@ -401,6 +401,7 @@ cdef class Identifier(Handle):
         """Bind the identifier to a local address (``rdma_bind_addr``).
 
         :param address: address of this machine, or the wildcard address; in the form of `local_address`.
+        :raises ValueError: `address` has neither two nor four values.
         :raises OSError: the host in `address` is not an IP address.
         :raises OverflowError: the port in `address` is not in 0..65535.
         :raises VerbsError: ``rdma_bind_addr`` failed.
@@ -441,6 +442,7 @@ cdef class Identifier(Handle):
         :param address: address of the peer, in the form of `local_address`.
         :param timeout_ms: time limit in milliseconds; afterwards, ADDR_ERROR arrives.
         :param source: local address to use, in the same form; None for any.
+        :raises ValueError: `address` or `source` has neither two nor four values.
         :raises OSError: the host in `address` or `source` is not an IP address.
         :raises OverflowError: a port is not in 0..65535.
         :raises VerbsError: ``rdma_resolve_addr`` failed.
@@ -671,11 +673,14 @@ cdef int _fill(
 
 
 cdef int _fill_address(sockaddr_storage *storage, address) except -1:
-    # Fill `storage` from (host, port), or four values for IPv6. Raise OSError if the host is not an IP address.
+    # Fill `storage` from (host, port), or four values for IPv6. Raise ValueError for another number of values, OSError
+    # if the host is not an IP address.
     cdef sockaddr_in *four = <sockaddr_in *>storage
     cdef sockaddr_in6 *six = <sockaddr_in6 *>storage
     cdef bytes packed
     memset(storage, 0, sizeof(storage[0]))
+    if len(address) not in (2, 4):
+        raise ValueError(f"an address is (host, port), or (host, port, flow_info, scope_id) for IPv6, got {address!r}")
     host, port = address[:2]
     if ":" in host:
         packed = socket.inet_pton(socket.AF_INET6, host)

@@ -63,7 +63,7 @@ cdef class FaultPlan:
 
     # ---- verbs
 
-    def fail(self, verb, int error, *, first=1, every=1, times=1):
+    def fail(self, verb, error, *, first=1, every=1, times=1):
         """Make calls of a verb fail with an error number; a call that fails does nothing else.
 
         :param verb: name of the verb; None for all verbs.
@@ -76,16 +76,15 @@ cdef class FaultPlan:
         :raises VerbsError: with ENOMEM if there is not enough memory for the rule.
         """
         cdef s.soft_strike strike = _strike(first, every, times)
-        cdef int number = _verb_number(verb)
-        _check_range("error", error, 1, MAX_ERRNO)
+        cdef int number = _verb_number(verb), injected = _check_range("error", error, 1, MAX_ERRNO), failed
         self.context._enter()
         try:
-            error = s.soft_fault_verb(self.context.pointer, <s.soft_verb>number, strike, error)
+            failed = s.soft_fault_verb(self.context.pointer, <s.soft_verb>number, strike, injected)
         finally:
             self.context._leave()
-        self.context._check("soft_fault_verb", error)
+        self.context._check("soft_fault_verb", failed)
 
-    def fail_at_random(self, per_million, int error):
+    def fail_at_random(self, per_million, error):
         """Make each call of any verb fail with a given probability.
 
         :param per_million: chance of a failure per 1,000,000 calls, 0..1,000,000; 0 ends the failures.
@@ -95,13 +94,13 @@ cdef class FaultPlan:
         :raises VerbsError: with ENOMEM if there is not enough memory for records.
         """
         cdef uint32_t chance = _check_range("per_million", per_million, 0, MILLION)
-        _check_range("error", error, 1, MAX_ERRNO)
+        cdef int injected = _check_range("error", error, 1, MAX_ERRNO), failed
         self.context._enter()
         try:
-            error = s.soft_fault_verbs_at_random(self.context.pointer, chance, error)
+            failed = s.soft_fault_verbs_at_random(self.context.pointer, chance, injected)
         finally:
             self.context._leave()
-        self.context._check("soft_fault_verbs_at_random", error)
+        self.context._check("soft_fault_verbs_at_random", failed)
 
     def count_calls(self, bint on=True):
         """Count the calls of each verb, starting from 0.
@@ -131,7 +130,7 @@ cdef class FaultPlan:
     # ---- requests and messages
 
     def fail_request(
-        self, status, QueuePair qp=None, *, bint receives=False, first=1, every=1, times=1, uint32_t vendor_err=0
+        self, status, QueuePair qp=None, *, bint receives=False, first=1, every=1, times=1, vendor_err=0
     ):
         """Make requests complete with an error status, without being executed. This breaks the queue pair, as a real
         error with that status does.
@@ -147,22 +146,21 @@ cdef class FaultPlan:
         :param every: 1 to fail every request from the first onwards, 2 to fail every second one, and so on.
         :param times: number of failing requests; 0 for no limit.
         :param vendor_err: vendor error code of the completions, 0..2**32-1.
-        :raises ValueError: `status` is SUCCESS or not a `WcStatus`; `first`, `every` or `times` is out of range; or
-            `qp` belongs to another context.
-        :raises OverflowError: `vendor_err` is out of range.
+        :raises ValueError: `status` is SUCCESS or not a `WcStatus`; `first`, `every`, `times` or `vendor_err` is out of
+            range; or `qp` belongs to another context.
         :raises ClosedResourceError: the context or `qp` is closed.
         :raises VerbsError: with ENOMEM if there is not enough memory for the rule.
         """
         cdef s.soft_strike strike = _strike(first, every, times)
         cdef int code = WcStatus(status), error
-        cdef uint32_t number
+        cdef uint32_t number, vendor = _check_range("vendor_err", vendor_err, 0, (1 << 32) - 1)
         if not code:
             raise ValueError("`status` must be an error status, got SUCCESS")
         self.context._enter()
         try:
             number = self._number(qp)
             error = s.soft_fault_request(
-                self.context.pointer, number, receives, strike, <v.ibv_wc_status>code, vendor_err
+                self.context.pointer, number, receives, strike, <v.ibv_wc_status>code, vendor
             )
         finally:
             self.context._leave()
@@ -399,15 +397,16 @@ cdef class FaultPlan:
 
     # ---- the plan as a whole
 
-    def seed(self, uint64_t seed):
+    def seed(self, seed):
         """Restart the random numbers on which the random faults depend.
 
         :param seed: the seed, 0..2**64-1.
-        :raises OverflowError: `seed` is out of range.
+        :raises ValueError: `seed` is out of range.
         :raises ClosedResourceError: the context is closed.
         """
+        cdef uint64_t number = _check_range("seed", seed, 0, (1 << 64) - 1)
         self.context._enter()
-        s.soft_fault_seed(self.context.pointer, seed)
+        s.soft_fault_seed(self.context.pointer, number)
         self.context._leave()
 
     def clear(self):

@@ -1,19 +1,27 @@
 """The software devices: a verbs provider in this process, available on every machine."""
 
+import contextlib
+import errno
+import logging
 import os
+import socket
+from ipaddress import ip_address
 
 from aioverbs._core.handles import handles
 from aioverbs._core.software.software import Context
-from aioverbs._providers.software_names import is_software, parse_name
+from aioverbs._providers.software_names import SoftAddress, SoftHost, is_software, parse_name
 from aioverbs._providers.software_settings import SoftSettings
 from aioverbs.attributes import Execution
-from aioverbs.errors import DeviceNotFoundError
+from aioverbs.errors import DeviceNotFoundError, VerbsError
 from aioverbs.gid_selection import Gid
 from aioverbs.types import GidType
 
-__all__ = ["gid_table", "is_software", "names", "open_context"]
+__all__ = ["full_name", "gid_table", "is_software", "names", "open_context", "resolve_host", "unresolved_host"]
+
+logger = logging.getLogger("aioverbs")
 
 _NAME = "soft0"
+_resolved: dict[SoftHost, SoftAddress] = {}  # a name stands for the same device as long as the process exists
 
 
 def names() -> list[str]:
@@ -22,11 +30,67 @@ def names() -> list[str]:
     return [_NAME]
 
 
+def full_name(name: str) -> str:
+    """Return the name of a software device with its address, if it has one.
+
+    :param name: name of a software device; ``"soft0"`` stands for the device with the address in the environment
+        variable AIOVERBS_SOFT_ADDRESS.
+    :raises ValueError: the address or an environment variable is invalid.
+    :raises VerbsError: a host name cannot be resolved.
+    """
+    address = _address_in(name, SoftSettings.read(os.environ, os.geteuid()))
+    return name if address is None else address.name
+
+
+def unresolved_host(name: str | None) -> SoftHost | None:
+    """Return the host name that opening a device would have to resolve; None if there is none.
+
+    :param name: name of the device; None if that is not known yet.
+    """
+    if name is not None and not is_software(name):
+        return None
+    with contextlib.suppress(ValueError):  # opening the device raises it, if it is a software device
+        found = parse_name(name or _NAME) or SoftSettings.read(os.environ, os.geteuid()).address
+        return found if isinstance(found, SoftHost) and found not in _resolved else None
+    return None
+
+
+def resolve_host(host: SoftHost) -> SoftAddress:
+    """Return the address that a host name stands for. The resolver is asked once, and may take seconds.
+
+    :raises VerbsError: with EADDRNOTAVAIL if the name cannot be resolved, or stands for no address that a device can
+        have.
+    """
+    if (known := _resolved.get(host)) is not None:
+        return known
+    try:
+        found = socket.getaddrinfo(host.name, None, type=socket.SOCK_STREAM)
+        address = host.choose(ip_address(each[4][0]) for each in found)
+    except (OSError, ValueError) as error:
+        advice = f"the host name {host.name!r} in the name of the device: {error}"
+        raise VerbsError("ibv_open_device", errno.EADDRNOTAVAIL, advice) from error
+    if address.host.is_loopback and host.name != "localhost":
+        logger.warning("soft0@%s is %s, which no other host reaches: see /etc/hosts", host, address.name)
+    return _resolved.setdefault(host, address)
+
+
+def _address_in(name: str, settings: SoftSettings) -> SoftAddress | None:
+    """Return the address that a name or the settings give a software device; None if they give none.
+
+    :raises ValueError: the name is invalid.
+    :raises VerbsError: a host name cannot be resolved.
+    """
+    found = parse_name(name) or settings.address
+    return resolve_host(found) if isinstance(found, SoftHost) else found
+
+
 def open_context(name: str = _NAME, *, execution: Execution = "inline", delay_ns: int = 0) -> Context:
     """Open a software device.
 
     :param name: ``"soft0"`` for the device with the address in the environment variable AIOVERBS_SOFT_ADDRESS, or
-        without an address if that is not set; or a name with an address, such as ``"soft0@10.0.0.1:7470"``.
+        without an address if that is not set; or a name with an address or host name, such as
+        ``"soft0@10.0.0.1:7470"``. With port 0, the device keeps the port that the system chose for it as long as this
+        process exists.
     :param execution: ``"inline"`` to execute a request in the call that posts it, ``"thread"`` to execute it in a
         thread of the device.
     :param delay_ns: minimum time from posting to execution, in nanoseconds; only with ``"thread"``.
@@ -34,12 +98,13 @@ def open_context(name: str = _NAME, *, execution: Execution = "inline", delay_ns
     :raises DeviceNotFoundError: `name` is not the name of a software device.
     :raises ValueError: the address, an environment variable (see `SoftSettings`), `execution` or `delay_ns` is invalid.
     :raises OverflowError: `delay_ns` is 2**64 or more.
-    :raises VerbsError: the device cannot be opened, or cannot accept connections at its address; the error says why.
+    :raises VerbsError: the device cannot be opened, its host name cannot be resolved, or it cannot accept connections
+        at its address; the error says why.
     """
     if not is_software(name):
         raise DeviceNotFoundError(name, names())
     settings = SoftSettings.read(os.environ, os.geteuid())
-    address = parse_name(name) or settings.address
+    address = _address_in(name, settings)
     where = None if address is None else (address.host.packed, address.port)
     return Context.open(execution=execution, delay_ns=delay_ns, address=where, settings=settings)
 

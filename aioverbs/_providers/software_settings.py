@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from aioverbs._providers.software_names import SoftAddress
+from aioverbs._providers.software_names import SoftAddress, SoftHost, parse_address
 
 __all__ = ["SoftSettings"]
 
@@ -27,7 +27,8 @@ class SoftSettings:
     :param directory: AIOVERBS_SOFT_DIRECTORY, directory in which devices of this host find each other. By default a
         private directory of the user, in XDG_RUNTIME_DIR or else in /tmp. With `users`, a directory that several users
         can write to needs the sticky bit. XRC domains of inodes are shared by the processes with the same directory.
-    :param address: AIOVERBS_SOFT_ADDRESS, address of the device with the name ``"soft0"``; None if it has no address.
+    :param address: AIOVERBS_SOFT_ADDRESS, address of the device with the name ``"soft0"``, or a host name that stands
+        for it; None if it has no address.
     :param users: AIOVERBS_SOFT_USERS, IDs of the users whose processes are accepted as peers, in addition to this user.
     :param secret: AIOVERBS_SOFT_SECRET, secret that a peer must know; empty if there is none. Not part of the repr. Use
         32 random bytes: a peer that accepts a connection can try secrets against the messages that it receives, and
@@ -37,7 +38,7 @@ class SoftSettings:
     """
 
     directory: bytes
-    address: SoftAddress | None = None
+    address: SoftAddress | SoftHost | None = None
     users: tuple[int, ...] = ()
     secret: bytes = field(default=b"", repr=False)
     direct: bool = True
@@ -56,7 +57,7 @@ class SoftSettings:
         private = _parse(environment, "XDG_RUNTIME_DIR", _runtime_directory, b"/tmp/aioverbs-%d" % user)
         settings = cls(
             _parse(environment, "AIOVERBS_SOFT_DIRECTORY", _directory, private),
-            _parse(environment, "AIOVERBS_SOFT_ADDRESS", SoftAddress.parse, None),
+            _parse(environment, "AIOVERBS_SOFT_ADDRESS", parse_address, None),
             _parse(environment, "AIOVERBS_SOFT_USERS", _users, ()),
             _parse(environment, "AIOVERBS_SOFT_SECRET", _secret, b""),
             _parse(environment, "AIOVERBS_SOFT_DIRECT", _direct, True),

@@ -9,7 +9,9 @@ import os
 from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
+
+import anyio.to_thread
 
 from aioverbs._core.handles import handles, parent_domain as core
 from aioverbs._core.software.software import Context as SoftwareContext, FaultPlan
@@ -279,6 +281,19 @@ class Device(HandleResource[handles.Context]):
             reap()
         register_device(self)
         start_if_enabled()
+
+    async def open(self) -> Self:
+        """Open the device, as ``async with`` does. A host name in its name is resolved in a thread.
+
+        `open_device` lists the exceptions that opening raises, in addition to those of `Resource.open`. On failure, the
+        device stays unopened.
+
+        :returns: the device itself.
+        """
+        host = software.unresolved_host(self._name or os.environ.get("AIOVERBS_DEVICE"))
+        if host is not None and self._user_context is None:
+            await anyio.to_thread.run_sync(software.resolve_host, host)
+        return await super().open()
 
     def _check_open(self) -> None:
         """Check that the device is open, and that the user has not closed the pyverbs context that it uses, if any.
@@ -577,8 +592,8 @@ def open_device(
         given for an RDMA device; or the address in the name of a software device, or an environment variable of the
         software device, is invalid.
     :raises VerbsError: on opening: ``ibv_open_device`` failed; or a software device cannot accept connections at its
-        address, for example with EADDRINUSE; or, while looking for an active port, an RDMA device could be opened but
-        not queried.
+        address, for example with EADDRINUSE, or its host name cannot be resolved; or, while looking for an active port,
+        an RDMA device could be opened but not queried.
     """
     return Device(name, max_native_thread_domains, execution, delay_ns)
 

@@ -2,7 +2,8 @@
 
 import contextlib
 import os
-from ipaddress import IPv4Address, IPv6Address
+import socket
+from ipaddress import IPv4Address, IPv6Address, ip_address
 
 import pytest
 from hypothesis import assume, given, strategies as st
@@ -10,7 +11,15 @@ from hypothesis import assume, given, strategies as st
 from aioverbs import VerbsError
 from aioverbs._core.software.software import Context
 from aioverbs._providers import software
-from aioverbs._providers.software_names import DEFAULT_PORT, SoftAddress, is_software, parse_name
+from aioverbs._providers.software_names import (
+    DEFAULT_PORT,
+    SoftAddress,
+    SoftHost,
+    is_software,
+    parse_address,
+    parse_name,
+)
+from tests.core.children import in_child
 
 HOSTS = st.one_of(st.ip_addresses(v=4), st.ip_addresses(v=6))
 PORTS = st.integers(1, 65535)
@@ -29,17 +38,17 @@ def test_an_address_is_parsed_from_its_text(host: IPv4Address | IPv6Address, por
     address = make(host, port)
     assume(address)
     assert address is not None
-    assert SoftAddress.parse(str(address)) == address
+    assert parse_address(str(address)) == address
     assert parse_name(address.name) == address
     assert is_software(address.name)
     assert len(address.name) < 64, "the name does not fit in struct ibv_device"
 
 
-@given(text=st.one_of(st.text(max_size=30), st.text("0123456789abcdef.:[]%@", max_size=30)))
+@given(text=st.one_of(st.text(max_size=30), st.text("0123456789abcdef.:[]%@-_", max_size=30)))
 def test_any_text_is_parsed_or_refused(text: str) -> None:
     with contextlib.suppress(ValueError):
-        address = SoftAddress.parse(text)
-        assert SoftAddress.parse(str(address)) == address
+        address = parse_address(text)
+        assert parse_address(str(address)) == address
 
 
 def test_without_an_address() -> None:
@@ -56,25 +65,74 @@ def test_without_an_address() -> None:
         ("[fd00::1]", "fd00::1", DEFAULT_PORT),
         ("[fd00:0::0:1]:65535", "fd00::1", 65535),
         ("127.0.0.1:07471", "127.0.0.1", 7471),
+        ("10.0.0.1:0", "10.0.0.1", 0),
     ],
 )
 def test_addresses(text: str, host: str, port: int) -> None:
     address = parse_name(f"soft0@{text}")
-    assert address is not None
+    assert isinstance(address, SoftAddress)
     assert (str(address.host), address.port) == (host, port)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "port"),
+    [
+        ("storage-1", "storage-1", DEFAULT_PORT),
+        ("node_3.rack-7.example.org:0", "node_3.rack-7.example.org", 0),
+        ("localhost:7471", "localhost", 7471),
+        ("1and1.example:7471", "1and1.example", 7471),
+        ("a" * 63 + ".b", "a" * 63 + ".b", DEFAULT_PORT),
+    ],
+)
+def test_host_names(text: str, name: str, port: int) -> None:
+    assert parse_name(f"soft0@{text}") == SoftHost(name, port)
+
+
+def choose(*found: str, port: int = 0) -> str:
+    return str(SoftHost("storage-1", port).choose(map(ip_address, found)))
+
+
+def test_the_address_of_a_host_name_is_one_that_tells_the_port_to_other_hosts() -> None:
+    assert choose("10.0.0.2", "10.0.0.1") == "10.0.0.2:0", "the order of the resolver"
+    assert choose("127.0.1.1", "fd00::1", "10.0.0.1") == "10.0.0.1:0"
+    assert choose("::1", "fd00::1", port=7) == "[fd00::1]:7"
+    assert choose("127.0.1.1", "fd00::1", port=7) == "[fd00::1]:7"
+    assert choose("127.0.1.1") == "127.0.1.1:0"
+    assert choose("fe80::1", "169.254.0.1", "10.0.0.1") == "10.0.0.1:0"
+
+
+@pytest.mark.parametrize(
+    ("found", "port", "reason"),
+    [
+        ((), 7, "it has no address"),
+        (("fe80::1",), 7, "valid on one link only"),
+        (("fd00::1",), 0, "port 0 needs an IPv4"),
+    ],
+)
+def test_a_host_name_without_a_usable_address(found: tuple[str, ...], port: int, reason: str) -> None:
+    with pytest.raises(ValueError, match=f"'storage-1' stands for no address that a device can have: .*{reason}"):
+        choose(*found, port=port)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", r"the address is empty: write an address such as 10\.0\.0\.1:7470 or \[fd00::1\]:7470"),
+        ("", r"the address is empty: write an address such as 10\.0\.0\.1:7470, \[fd00::1\]:7470 or storage-1:7470"),
         ("fd00::1", r"must be in brackets, as in \[fd00::1\]:7470, got 'fd00::1'"),
         ("[10.0.0.1]:7", "brackets are for IPv6: write 10.0.0.1:7"),
         ("[fd00::1", "is not an address: write"),
-        ("host:7470", "'host' in 'host:7470' is not an IP address, and host names are not resolved: write"),
+        ("10.0.0:7470", "'10.0.0' in '10.0.0:7470' is neither an IP address nor a host name: write"),
+        ("256.0.0.1", "'256.0.0.1' in '256.0.0.1' is neither an IP address nor a host name: write"),
+        ("a host", "'a host' in 'a host' is neither an IP address nor a host name: write"),
+        ("-host", "neither an IP address nor a host name"),
+        ("a" * 64, "neither an IP address nor a host name"),
+        (".".join(["a" * 63] * 4), "neither an IP address nor a host name"),
+        ("h\u00f6st", "neither an IP address nor a host name"),
+        ("[storage-1]:7470", "brackets are for IPv6: write storage-1:7470"),
+        ("storage-1:65536", "`port` must be 0 to 65535, got 65536"),
         ("10.0.0.1:", "'' in '10.0.0.1:' is not a port: write"),
         ("10.0.0.1:\u0667", "is not a port"),
-        ("10.0.0.1:0", "`port` must be 1 to 65535, got 0"),
+        ("[fd00::1]:0", "port 0 needs an IPv4 address, got fd00::1: peers find an IPv6 device by its address alone"),
         ("10.0.0.1:65536", "got 65536"),
         ("0.0.0.0:7470", "not the address of one host: give one of a network"),
         ("[::]", "not the address of one host"),
@@ -87,7 +145,7 @@ def test_addresses(text: str, host: str, port: int) -> None:
 )
 def test_invalid_addresses_are_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        SoftAddress.parse(text)
+        parse_address(text)
     with pytest.raises(ValueError, match="is not the name of a software device: .*" + message):
         software.open_context(f"soft0@{text}")
 
@@ -99,6 +157,82 @@ def test_the_device_refuses_the_same(host: IPv4Address | IPv6Address, port: int)
         SoftAddress(host, port)
     with pytest.raises(VerbsError, match="EINVAL"):
         Context.open(address=(host.packed, port))
+
+
+def loopback(number: int) -> IPv4Address:
+    """Return an address that no other test which runs now uses."""
+    return IPv4Address((127 << 24) + (number << 20) + os.getpid() % (1 << 20))
+
+
+def test_port_0_is_one_that_the_system_chooses_once_for_each_address() -> None:
+    name = f"soft0@{loopback(4)}:0"
+    first = software.open_context(name)
+    chosen = parse_name(first.name)
+    assert isinstance(chosen, SoftAddress)
+    assert chosen.port > 0
+    assert first.query_gid(1, 1) == bytes(8) + chosen.port.to_bytes(2) + b"\xff\xff" + chosen.host.packed
+    assert first.fabric().address == str(chosen)
+    again, by_port, other = map(software.open_context, (name, chosen.name, f"soft0@{loopback(5)}:0"))
+    assert again.name == by_port.name == first.name
+    assert again.query_gid(1, 0) == by_port.query_gid(1, 0) == first.query_gid(1, 0)
+    assert other.name != first.name
+    with socket.socket() as program, pytest.raises(OSError, match="in use"):
+        program.bind((str(chosen.host), chosen.port))
+    for each in (first, again, by_port, other):
+        each.destroy()
+    later = software.open_context(name)
+    assert later.name == first.name, "peers find it again"
+    later.destroy()
+
+
+def test_a_forked_child_gets_a_port_of_its_own() -> None:
+    name = f"soft0@{loopback(6)}:0"
+    context = software.open_context(name)
+
+    def child() -> str:
+        own = software.open_context(name)
+        own_name = own.name
+        own.destroy()
+        return own_name
+
+    assert in_child(child) != context.name
+    context.destroy()
+
+
+def test_port_0_of_an_address_that_this_host_lacks() -> None:
+    with pytest.raises(VerbsError, match=r"EADDRNOTAVAIL .* a TCP port of the device's address"):
+        software.open_context("soft0@192.0.2.1:0")
+    with pytest.raises(VerbsError, match="EINVAL"):
+        Context.open(address=(IPv6Address("::1").packed, 0))
+
+
+def test_a_host_name_is_resolved_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    asked = []
+
+    def getaddrinfo(name: str, *_: object, **__: object) -> list[tuple[object, ...]]:
+        asked.append(name)
+        return [(None, None, None, "", (str(loopback(7)), 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(software, "_resolved", {})
+    first, second = software.open_context("soft0@storage-1:0"), software.open_context("soft0@storage-1:0")
+    assert asked == ["storage-1"]
+    assert first.name == second.name
+    assert first.name.startswith(f"soft0@{loopback(7)}:")
+    assert caplog.messages == [
+        f"soft0@storage-1:0 is soft0@{loopback(7)}:0, which no other host reaches: see /etc/hosts"
+    ]
+    first.destroy()
+    second.destroy()
+
+
+def test_a_host_name_that_cannot_be_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
+    def getaddrinfo(*_: object, **__: object) -> list[tuple[object, ...]]:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    with pytest.raises(VerbsError, match=r"EADDRNOTAVAIL .*the host name 'storage-9' .*Name or service not known"):
+        software.open_context("soft0@storage-9")
 
 
 def test_a_device_has_the_name_and_the_gid() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from aioverbs._core.software import software
-from aioverbs._providers.software_names import SoftAddress
+from aioverbs._providers.software_names import parse_address
 from aioverbs._providers.software_settings import SoftSettings
 
 P = "AIOVERBS_SOFT_"
@@ -32,14 +32,14 @@ def test_all_settings() -> None:
         "XDG_RUNTIME_DIR": "/run/user/7",
     }
     assert SoftSettings.read(environment, 7) == SoftSettings(
-        b"/run/peers", SoftAddress.parse("[fd00::1]:7471"), (0, 1000, 4294967294), b"open sesame", False, 1_000_000
+        b"/run/peers", parse_address("[fd00::1]:7471"), (0, 1000, 4294967294), b"open sesame", False, 1_000_000
     )
 
 
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("ADDRESS", "localhost", "AIOVERBS_SOFT_ADDRESS: 'localhost' .* is not an IP address"),
+        ("ADDRESS", "no host", "AIOVERBS_SOFT_ADDRESS: 'no host' .* is neither an IP address nor a host name"),
         ("DIRECTORY", "peers", "AIOVERBS_SOFT_DIRECTORY: a path must begin with /, got 'peers'"),
         ("DIRECTORY", "/" + 74 * "p", "AIOVERBS_SOFT_DIRECTORY: a path must have at most 74 bytes, .* got 75"),
         ("DIRECTORY", "/" + 37 * "ö", "AIOVERBS_SOFT_DIRECTORY: a path must have at most 74 bytes, .* got 75"),

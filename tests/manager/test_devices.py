@@ -2,15 +2,17 @@
 
 import errno
 import logging
+import threading
 import types
-from ipaddress import IPv6Address
+from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from aioverbs import DeviceNotFoundError, Endpoint, LibraryNotFoundError, ResourceState, VerbsError
-from aioverbs._providers import hardware, sysfs
+from aioverbs._providers import hardware, software, sysfs
+from aioverbs._providers.software_names import SoftAddress, SoftHost
 from aioverbs._verbs.device import devices, open_device
 from aioverbs.rdma_cm import Channel
 from tests.listening import own_address
@@ -49,8 +51,32 @@ async def test_an_address_makes_a_device(no_hardware: None, monkeypatch: pytest.
                 await plain.shared_protection_domain(shared.id, 7).open()
 
 
+async def test_a_host_name_is_resolved_in_a_thread(no_hardware: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+
+    def resolve(host: SoftHost) -> SoftAddress:
+        threads.append(threading.current_thread())
+        resolved[host] = host.choose([IPv4Address(own_address())])
+        return resolved[host]
+
+    resolved: dict[SoftHost, SoftAddress] = {}
+    monkeypatch.setattr(software, "_resolved", resolved)
+    monkeypatch.setattr(software, "resolve_host", resolve)
+    async with open_device("soft0@storage-1:0") as device:
+        assert device.name.startswith(f"soft0@{own_address()}:")
+        assert not device.name.endswith(":0")
+        assert threads[0] is not threading.current_thread()
+        monkeypatch.setenv("AIOVERBS_SOFT_ADDRESS", "storage-1:0")
+        async with open_device("soft0") as again:
+            assert again.name == device.name
+
+
 async def test_queue_pairs_connect_by_the_devices_address(no_hardware: None) -> None:
-    for port, in_gid in ((7470, "1d2e"), (7471, "1d2f")):  # addresses of the loopback network always have such a GID
+    for port, in_gid in (
+        (7470, "1d2e"),
+        (7471, "1d2f"),
+        (0, None),
+    ):  # addresses of the loopback network always have such a GID
         async with (
             open_device(f"soft0@{own_address()}:{port}") as device,
             device.resource_domain() as domain,
@@ -59,6 +85,7 @@ async def test_queue_pairs_connect_by_the_devices_address(no_hardware: None) -> 
             domain.queue_pair(cq) as far,
         ):
             endpoint = Endpoint.from_bytes(bytes(near.local_endpoint()))
+            in_gid = in_gid or f"{int(device.name.rpartition(':')[2]):x}"
             assert endpoint.gid == IPv6Address(f"::{in_gid}:ffff:{own_address()}").packed
             assert near.gid_index == 1
             far.connect(endpoint)
@@ -67,9 +94,9 @@ async def test_queue_pairs_connect_by_the_devices_address(no_hardware: None) -> 
 
 async def test_an_invalid_address(no_hardware: None, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
-        ValueError, match=r"'soft0@localhost' is not the name of a software device: 'localhost' in .* write"
+        ValueError, match=r"'soft0@no host' is not the name of a software device: 'no host' in .* write"
     ):
-        await open_device("soft0@localhost").open()
+        await open_device("soft0@no host").open()
     monkeypatch.setenv("AIOVERBS_SOFT_ADDRESS", "::1")
     with pytest.raises(ValueError, match=r"AIOVERBS_SOFT_ADDRESS: an IPv6 address must be in brackets"):
         await open_device("soft0").open()

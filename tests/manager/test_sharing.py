@@ -723,7 +723,7 @@ async def test_missing_shared_memory(device: Device) -> None:
 @software
 async def test_invalid_device_names(device: Device, ends: Ends) -> None:
     async with device.protection_domain() as pd, pd.share(KEY) as shared:
-        for name, error in (("mlx5_0", DeviceNotFoundError), ("soft0@nowhere", ValueError)):
+        for name, error in (("mlx5_0", DeviceNotFoundError), ("soft0@no where", ValueError)):
             sending = asyncio.create_task(shared.send(ends[0]))
             with pytest.raises(error):
                 await import_device(ends[1], shared.id, KEY, name=name).open()

@@ -72,7 +72,7 @@ cdef class Context(handles.Context):
             thread of the device.
         :param delay_ns: minimum time from posting to execution, in nanoseconds; only for "thread".
         :param address: address of the device: None for "soft0", or a tuple of an IP address (4 or 16 bytes) and a TCP
-            port, at which other hosts find it.
+            port, at which other hosts find it; for IPv4, 0 for a port that the system chooses.
         :param settings: `SoftSettings` for peers in other processes, which take effect if no other context of the
             device is open; None for the defaults, as with an empty environment.
         :returns: a new `Context`; the caller destroys it.

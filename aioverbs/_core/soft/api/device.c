@@ -2,8 +2,13 @@
 #define _GNU_SOURCE
 #include "soft/api/device.h"
 
+#include <arpa/inet.h>
+#include <errno.h>
+#include <netinet/in.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/socket.h>
 
 #include "soft/api/ops.h"
 #include "soft/api/qp.h"
@@ -80,6 +85,33 @@ static const struct soft_hooks device_hooks = {
     .release_srq = soft_inbound_drop_srq,
 };
 
+/* Let the system choose the port of the device's address, an IPv4 one, and reserve it until the process ends: the GID
+ * contains it, and peers find the device again when it is opened again. The socket is bound and does not listen, so the
+ * one that listens can be bound to the same port. Return 0 or an errno. */
+static int choose_port(struct soft_device *device)
+{
+    static const int one = 1;
+    struct sockaddr_in name = {.sin_family = AF_INET};
+    socklen_t size = sizeof(name);
+    int fd, error;
+
+    memcpy(&name.sin_addr, device->address.bytes, sizeof(name.sin_addr));
+    soft_descriptors_hold();
+    fd = soft_descriptor_own(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    soft_descriptors_release();
+    if (fd < 0)
+        return errno;
+    if (setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof(one)) || bind(fd, (struct sockaddr *)&name, size) ||
+        getsockname(fd, (struct sockaddr *)&name, &size)) {
+        error = errno;
+        soft_descriptor_close(fd);
+        return error;
+    }
+    device->port_socket = fd;
+    device->address.port = ntohs(name.sin_port);
+    return 0;
+}
+
 static struct soft_device *device_new(const struct soft_address *address)
 {
     struct soft_device *device = calloc(1, sizeof(*device));
@@ -89,8 +121,12 @@ static struct soft_device *device_new(const struct soft_address *address)
         return NULL;
     device->hooks = &device_hooks;
     device->address = *address;
-    error = soft_gids_init(device);
+    device->port_socket = -1;
+    error = address->family && !address->port ? choose_port(device) : 0;
+    if (!error)
+        error = soft_gids_init(device);
     if (error) {
+        soft_descriptor_close(device->port_socket);
         free(device);
         errno = error;
         return NULL;
@@ -104,15 +140,27 @@ static struct soft_device *device_new(const struct soft_address *address)
         error = soft_fabric_new(device, &soft_remote_user);
     if (error) {
         soft_descriptor_close(device->gid_socket);
+        soft_descriptor_close(device->port_socket);
         free(device);
         errno = error;
         return NULL;
     }
     device->device.node_type = IBV_NODE_CA;
     device->device.transport_type = IBV_TRANSPORT_IB;
-    soft_device_name(address, device->device.name, sizeof(device->device.name));
+    soft_device_name(&device->address, device->device.name, sizeof(device->device.name));
     memcpy(device->device.dev_name, device->device.name, sizeof(device->device.dev_name));
     return device;
+}
+
+/* Return whether the device is the one with this address. Port 0 names the device whose port the system chose for that
+ * address, and its port names it as well. */
+static bool has_address(const struct soft_device *device, const struct soft_address *address)
+{
+    struct soft_address asked = *address;
+
+    if (asked.family && !asked.port && device->port_socket >= 0)
+        asked.port = device->address.port;
+    return soft_address_is_same(&device->address, &asked);
 }
 
 static struct soft_device *device_get(const struct soft_address *address)
@@ -123,7 +171,7 @@ static struct soft_device *device_get(const struct soft_address *address)
     if (errno)
         return NULL;
     soft_mutex_take(&device_lock);
-    for (device = devices; device && !soft_address_is_same(&device->address, address);)
+    for (device = devices; device && !has_address(device, address);)
         device = device->next;
     if (!device && (device = device_new(address))) {
         device->next = devices;
@@ -179,8 +227,13 @@ struct ibv_context *soft_open(const struct soft_options *options)
         return NULL;
     }
     device = device_get(&options->address);
-    if (!device)
+    if (!device) {
+        error = errno;
+        if (options->error_text && options->address.family && !options->address.port)
+            snprintf(options->error_text, SOFT_ERROR_TEXT, "a TCP port of the device's address: %s", strerror(error));
+        errno = error;
         return NULL;
+    }
     context = calloc(1, sizeof(*context));
     if (!context) {
         errno = ENOMEM;

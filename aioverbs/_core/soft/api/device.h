@@ -13,8 +13,10 @@
 
 struct soft_options {
     enum soft_mode mode;
-    uint64_t delay_ns;           /* thread mode: delay of requests, in nanoseconds */
-    struct soft_address address; /* device of this process: "soft0", or another device for each address */
+    uint64_t delay_ns; /* thread mode: delay of requests, in nanoseconds */
+    /* device of this process: "soft0", or another device for each address. Port 0, for IPv4: a device whose port the
+     * system chooses, the same one for each address as long as the process exists */
+    struct soft_address address;
     /* settings of the fabric; they apply if no other context has the device open. NULL: soft_settings_default */
     const struct soft_settings *settings;
     /* NULL, or SOFT_ERROR_TEXT characters for details of a failure that errno does not tell; "" where it does */

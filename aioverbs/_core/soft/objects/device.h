@@ -35,6 +35,7 @@ struct soft_device {
     struct soft_address address;        /* const */
     union ibv_gid gids[SOFT_GIDS];      /* const, unique to this device */
     int gid_socket;                     /* const: socket whose name reserves the second GID, or -1 */
+    int port_socket;                    /* const: socket that reserves the port that the system chose, or -1 */
     struct soft_table qps;              /* struct soft_qp by queue pair number */
     struct soft_table keys;             /* struct soft_key by key >> 8: memory regions and windows */
     struct soft_table srqs;             /* struct soft_srq by number */

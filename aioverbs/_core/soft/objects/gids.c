@@ -31,7 +31,7 @@ bool soft_address_is_usable(const struct soft_address *address)
 {
     const uint8_t *bytes = address->bytes;
 
-    if (!address->port)
+    if (!address->port && address->family != AF_INET) /* only IPv4 GIDs tell the port to peers */
         return false;
     switch (address->family) {
     case AF_INET:

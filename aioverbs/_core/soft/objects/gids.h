@@ -10,7 +10,7 @@
 
 struct soft_device;
 
-/* Return whether a device can have this address, which has a family. */
+/* Return whether a device can have this address, which has a family. Port 0 stands for one that the system chooses. */
 bool soft_address_is_usable(const struct soft_address *address);
 /* Return whether two addresses name the same device; two without a family do. */
 bool soft_address_is_same(const struct soft_address *one, const struct soft_address *other);

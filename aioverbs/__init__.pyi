@@ -140,6 +140,9 @@ from aioverbs._verbs.queue_pair import (
 from aioverbs._verbs.resource_domain import (
     ResourceDomain as ResourceDomain,
 )
+from aioverbs._verbs.shared_device import (
+    shared_device as shared_device,
+)
 from aioverbs._verbs.shared_receive_queue import (
     SharedReceiveQueue as SharedReceiveQueue,
     SharedReceiveQueueStatistics as SharedReceiveQueueStatistics,

@@ -327,7 +327,8 @@ class Lifecycle:
         with _tree:
             if self.state is not NEW:
                 self._check_process()
-                raise ClosedResourceError(f"{self!r} cannot be opened again: make a new one")
+                advice = ", or use it as it is, without `async with`" if self.state is OPEN else ""
+                raise ClosedResourceError(f"{self!r} cannot be opened again: make a new one{advice}")
             for parent in parents:
                 parent._check_process()
                 if parent.state is not OPEN and parent.state is not OPENING:  # OPENING: this one is a part of it

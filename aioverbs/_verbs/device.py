@@ -45,7 +45,16 @@ if TYPE_CHECKING:
     from pyverbs.pd import PD
 
 
-__all__ = ["Device", "DeviceInfo", "DeviceStatistics", "PortInfo", "devices", "open_arguments", "open_device"]
+__all__ = [
+    "Device",
+    "DeviceInfo",
+    "DeviceStatistics",
+    "PortInfo",
+    "default_name",
+    "devices",
+    "open_arguments",
+    "open_device",
+]
 
 logger = logging.getLogger("aioverbs")
 
@@ -262,8 +271,7 @@ class Device(HandleResource[handles.Context]):
         """
         if self._user_context is not None:
             return hardware.adopt_context(self._user_context)
-        name = self._name or os.environ.get("AIOVERBS_DEVICE") or _first_active()
-        return _open_context(name, execution=self._execution, delay_ns=self._delay_ns)
+        return _open_context(self._name or default_name(), execution=self._execution, delay_ns=self._delay_ns)
 
     def _open(self) -> None:
         context = self._make_context()
@@ -596,6 +604,14 @@ def open_device(
         an RDMA device could be opened but not queried.
     """
     return Device(name, max_native_thread_domains, execution, delay_ns)
+
+
+def default_name() -> str:
+    """Return the name of the device that `open_device` opens if no name is given.
+
+    :raises VerbsError: an RDMA device could be opened but could not be queried or closed again.
+    """
+    return os.environ.get("AIOVERBS_DEVICE") or _first_active()
 
 
 def _first_active() -> str:

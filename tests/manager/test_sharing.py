@@ -799,7 +799,7 @@ async def test_two_concurrent_opens_of_one_domain(
     done = await asyncio.gather(device.open(), device.open(), return_exceptions=True)
     assert device in done
     assert [str(each) for each in done if isinstance(each, ClosedResourceError)] == [
-        f"{device._lifecycle!r} cannot be opened again: make a new one"
+        f"{device._lifecycle!r} cannot be opened again: make a new one, or use it as it is, without `async with`"
     ]
     with pytest.raises(ClosedResourceError, match="cannot be opened again"):
         await device.open()

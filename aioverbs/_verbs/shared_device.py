@@ -1,0 +1,110 @@
+"""The devices that all code in a process shares, each opened once and closed when the process ends."""
+
+import asyncio
+import atexit
+import contextlib
+import os
+import threading
+
+from aioverbs._exports import publish
+from aioverbs._lifecycle.lifecycle import ResourceState
+from aioverbs._lifecycle.resource import open_now, suppress_warning
+from aioverbs._providers import software
+from aioverbs._verbs.device import Device, default_name, open_device
+from aioverbs.errors import BusyResourceError
+
+__all__ = ["shared_device"]
+
+_lock = threading.RLock()  # reentrant: a signal handler may ask for a device in the middle of a section
+_devices: dict[str, Device] = {}  # by the name that was asked for
+_default: Device | None = None
+
+
+def _reset_lock() -> None:
+    """Replace the lock of this module. This is called in the child of a fork."""
+    global _lock
+    _lock = threading.RLock()  # the holder of the lock does not exist in the child
+
+
+os.register_at_fork(after_in_child=_reset_lock)
+
+
+def shared_device(name: str | None = None) -> Device:
+    """Return the open device that all code in this process shares.
+
+    The first call opens the device; later calls return the same object, on any thread and event loop, and need no loop.
+    So several libraries in a process have one device without knowing of each other, and each makes its own domains from
+    it, for example with `Device.loop_domain`. The device stays open until the process ends, which closes it. A forked
+    child gets a device of its own from its first call.
+
+    Use the device as it is, without ``async with`` and without closing it. If it is closed nevertheless, it is closed
+    for all code in the process, and the next call opens another one.
+
+    :param name: name of the device, as for `open_device`. None for the device of the first call with None, which
+        chooses as `open_device` does. Names of the same device, such as ``"soft0"`` and the name with the address in
+        AIOVERBS_SOFT_ADDRESS, return the same object.
+    :returns: the open device.
+    :raises DeviceNotFoundError: there is no device with that name.
+    :raises LibraryNotFoundError: an RDMA device is named, and libibverbs is missing.
+    :raises ValueError: the address in the name of a software device, or an environment variable of the software device,
+        is invalid.
+    :raises VerbsError: the device cannot be opened, or, while one is chosen, cannot be queried.
+    """
+    global _default
+    with _lock:
+        if name is None and _default is not None and _is_open(_default):
+            return _default
+        device = _get(name or default_name())
+        if name is None:
+            _default = device
+        return device
+
+
+def _get(name: str) -> Device:
+    """Return the shared device with a name, and open it if it is not open. Call with the lock.
+
+    :raises VerbsError: the device cannot be opened; the other exceptions of `shared_device` are raised as well.
+    """
+    name = software.full_name(name) if software.is_software(name) else name
+    device = _devices.get(name)
+    if device is not None and _is_open(device):
+        return device
+    for device in _devices.values():  # for example with a TCP port that the system chose
+        if _is_open(device) and device.name == name:
+            return device
+    device = open_device(name)
+    open_now(device)
+    suppress_warning(device)
+    if not _devices:
+        atexit.register(_close_at_exit)
+    _devices[name] = device
+    return device
+
+
+def _is_open(device: Device) -> bool:
+    """Return whether a device is open; False in the child of a fork for a device of the parent."""
+    return device.state is ResourceState.OPEN and not device.closed
+
+
+def _close_at_exit() -> None:
+    """Close all shared devices of this process. Python calls this when it ends, after all threads but daemons have.
+
+    The devices need no event loop of their own, but resources that are still open on them may: those of closed loops
+    and ended threads are closed on a new loop.
+    """
+    devices = [device for device in _devices.values() if _is_open(device)]
+    if devices:
+        asyncio.run(_close(devices))
+
+
+async def _close(devices: list[Device]) -> None:
+    """Close devices, except those that another event loop still uses, such as one in a daemon thread.
+
+    :raises VerbsError: a verb failed.
+    """
+    for device in devices:
+        with contextlib.suppress(BusyResourceError):  # the provider stops its threads before memory is freed
+            await device.aclose()
+
+
+publish(__name__)

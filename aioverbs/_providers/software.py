@@ -1,27 +1,21 @@
 """The software devices: a verbs provider in this process, available on every machine."""
 
 import contextlib
-import errno
-import logging
 import os
-import socket
-from ipaddress import ip_address
 
 from aioverbs._core.handles import handles
 from aioverbs._core.software.software import Context
+from aioverbs._providers.software_hosts import is_resolved, resolve_host
 from aioverbs._providers.software_names import SoftAddress, SoftHost, is_software, parse_name
 from aioverbs._providers.software_settings import SoftSettings
 from aioverbs.attributes import Execution
-from aioverbs.errors import DeviceNotFoundError, VerbsError
+from aioverbs.errors import DeviceNotFoundError
 from aioverbs.gid_selection import Gid
 from aioverbs.types import GidType
 
-__all__ = ["full_name", "gid_table", "is_software", "names", "open_context", "resolve_host", "unresolved_host"]
-
-logger = logging.getLogger("aioverbs")
+__all__ = ["full_name", "gid_table", "is_software", "names", "open_context", "unresolved_host"]
 
 _NAME = "soft0"
-_resolved: dict[SoftHost, SoftAddress] = {}  # a name stands for the same device as long as the process exists
 
 
 def names() -> list[str]:
@@ -51,27 +45,8 @@ def unresolved_host(name: str | None) -> SoftHost | None:
         return None
     with contextlib.suppress(ValueError):  # opening the device raises it, if it is a software device
         found = parse_name(name or _NAME) or SoftSettings.read(os.environ, os.geteuid()).address
-        return found if isinstance(found, SoftHost) and found not in _resolved else None
+        return found if isinstance(found, SoftHost) and not is_resolved(found) else None
     return None
-
-
-def resolve_host(host: SoftHost) -> SoftAddress:
-    """Return the address that a host name stands for. The resolver is asked once, and may take seconds.
-
-    :raises VerbsError: with EADDRNOTAVAIL if the name cannot be resolved, or stands for no address that a device can
-        have.
-    """
-    if (known := _resolved.get(host)) is not None:
-        return known
-    try:
-        found = socket.getaddrinfo(host.name, None, type=socket.SOCK_STREAM)
-        address = host.choose(ip_address(each[4][0]) for each in found)
-    except (OSError, ValueError) as error:
-        advice = f"the host name {host.name!r} in the name of the device: {error}"
-        raise VerbsError("ibv_open_device", errno.EADDRNOTAVAIL, advice) from error
-    if address.host.is_loopback and host.name != "localhost":
-        logger.warning("soft0@%s is %s, which no other host reaches: see /etc/hosts", host, address.name)
-    return _resolved.setdefault(host, address)
 
 
 def _address_in(name: str, settings: SoftSettings) -> SoftAddress | None:

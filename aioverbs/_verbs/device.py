@@ -23,6 +23,7 @@ from aioverbs._monitoring.monitor import start_if_enabled
 from aioverbs._monitoring.snapshot import register_device
 from aioverbs._providers import hardware, software
 from aioverbs._providers.peer_log import log_periodically, log_rejections
+from aioverbs._providers.software_hosts import resolve_host
 from aioverbs._providers.sysfs import kernel_devices
 from aioverbs._sharing.shared_pd import check_share
 from aioverbs._verbs.async_events import DeviceEvent, EventPump
@@ -300,7 +301,7 @@ class Device(HandleResource[handles.Context]):
         """
         host = software.unresolved_host(self._name or os.environ.get("AIOVERBS_DEVICE"))
         if host is not None and self._user_context is None:
-            await anyio.to_thread.run_sync(software.resolve_host, host)
+            await anyio.to_thread.run_sync(resolve_host, host)
         return await super().open()
 
     def _check_open(self) -> None:

@@ -12,8 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from aioverbs._durations import duration
+from aioverbs._providers.software_hosts import resolve_host
+from aioverbs._providers.software_names import SoftHost
 from aioverbs._providers.software_settings import SoftSettings
 from aioverbs._providers.sysfs import device_nodes, try_open
+from aioverbs.errors import VerbsError
 
 __all__ = ["Device", "Gid", "Library", "Machine", "Port", "Probe", "Trial", "inspect_machine"]
 
@@ -262,11 +265,18 @@ def inspect_machine(
 
 
 def _soft_problem(environment: Mapping[str, str]) -> str | None:
-    """Return the error message about the environment variables of the software device; None if they are valid."""
+    """Return the error message about the environment variables of the software device; None if they are valid.
+
+    A host name among them is resolved.
+    """
     try:
-        SoftSettings.read(environment, os.geteuid())
+        settings = SoftSettings.read(environment, os.geteuid())
+        if isinstance(settings.address, SoftHost):
+            resolve_host(settings.address)
     except ValueError as error:
         return str(error)
+    except VerbsError as error:
+        return f"AIOVERBS_SOFT_ADDRESS: {error.advice}"
     return None
 
 

@@ -10,7 +10,7 @@ from hypothesis import assume, given, strategies as st
 
 from aioverbs import VerbsError
 from aioverbs._core.software.software import Context
-from aioverbs._providers import software
+from aioverbs._providers import software, software_hosts
 from aioverbs._providers.software_names import (
     DEFAULT_PORT,
     SoftAddress,
@@ -214,7 +214,7 @@ def test_a_host_name_is_resolved_once(monkeypatch: pytest.MonkeyPatch, caplog: p
         return [(None, None, None, "", (str(loopback(7)), 0))]
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
-    monkeypatch.setattr(software, "_resolved", {})
+    monkeypatch.setattr(software_hosts, "_resolved", {})
     first, second = software.open_context("soft0@storage-1:0"), software.open_context("soft0@storage-1:0")
     assert asked == ["storage-1"]
     assert first.name == second.name

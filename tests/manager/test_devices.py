@@ -2,17 +2,17 @@
 
 import errno
 import logging
+import socket
 import threading
 import types
-from ipaddress import IPv4Address, IPv6Address
+from ipaddress import IPv6Address
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from aioverbs import DeviceNotFoundError, Endpoint, LibraryNotFoundError, ResourceState, VerbsError
-from aioverbs._providers import hardware, software, sysfs
-from aioverbs._providers.software_names import SoftAddress, SoftHost
+from aioverbs._providers import hardware, software_hosts, sysfs
 from aioverbs._verbs.device import devices, open_device
 from aioverbs.rdma_cm import Channel
 from tests.listening import own_address
@@ -54,17 +54,16 @@ async def test_an_address_makes_a_device(no_hardware: None, monkeypatch: pytest.
 async def test_a_host_name_is_resolved_in_a_thread(no_hardware: None, monkeypatch: pytest.MonkeyPatch) -> None:
     threads = []
 
-    def resolve(host: SoftHost) -> SoftAddress:
+    def getaddrinfo(*_: object, **__: object) -> list[tuple[object, ...]]:
         threads.append(threading.current_thread())
-        resolved[host] = host.choose([IPv4Address(own_address())])
-        return resolved[host]
+        return [(None, None, None, "", (own_address(), 0))]
 
-    resolved: dict[SoftHost, SoftAddress] = {}
-    monkeypatch.setattr(software, "_resolved", resolved)
-    monkeypatch.setattr(software, "resolve_host", resolve)
+    monkeypatch.setattr(software_hosts, "_resolved", {})
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     async with open_device("soft0@storage-1:0") as device:
         assert device.name.startswith(f"soft0@{own_address()}:")
         assert not device.name.endswith(":0")
+        assert len(threads) == 1
         assert threads[0] is not threading.current_thread()
         monkeypatch.setenv("AIOVERBS_SOFT_ADDRESS", "storage-1:0")
         async with open_device("soft0") as again:

@@ -98,7 +98,6 @@ static void refused(void)
         uint16_t port;
         const char *address;
     } wrong[] = {
-        {AF_INET, 0, "10.0.0.1"},
         {AF_INET, 7470, "0.0.0.0"},
         {AF_INET, 7470, "0.1.2.3"},
         {AF_INET, 7470, "224.0.0.1"},
@@ -193,6 +192,41 @@ static void a_domain_is_one_device_s(void)
     home_close(&named);
 }
 
+static void the_system_chooses_a_port(void)
+{
+    struct home first, again, other, later;
+    union ibv_gid gid;
+
+    open_at(&first, own_address(0));
+    open_at(&again, own_address(0));
+    open_at(&other, own_address(7470));
+    gid = gid_of(&first, 1);
+    CHECK(gid.raw[8] || gid.raw[9]); /* of the loopback network, every device's address has its port in the GID */
+    CHECK(first.context->device == again.context->device);
+    CHECK(first.context->device != other.context->device);
+    CHECK(!same_gid(gid, gid_of(&other, 1)));
+    home_close(&again);
+    home_close(&first);
+    open_at(&later, own_address((uint16_t)(gid.raw[8] << 8 | gid.raw[9]))); /* the port names the device as well */
+    CHECK(same_gid(gid, gid_of(&later, 1)));
+    home_close(&later);
+    open_at(&later, own_address(0));
+    CHECK(same_gid(gid, gid_of(&later, 1)));
+    home_close(&later);
+    home_close(&other);
+}
+
+static void no_port_of_another_host(void)
+{
+    struct soft_options options = variant->options;
+    char why[SOFT_ERROR_TEXT];
+
+    options.address = address_of(AF_INET, "192.0.2.1", 0);
+    options.error_text = why;
+    CHECK_REFUSED(soft_open(&options), EADDRNOTAVAIL);
+    CHECK(strstr(why, "a TCP port of the device's address: "));
+}
+
 /* Queue pair numbers of both devices are the same, but a message to the other device does not reach this device's queue
  * pair. */
 static void devices_are_separate(void)
@@ -224,4 +258,5 @@ static void devices_are_separate(void)
 }
 
 CHECK_MAIN(CASE(names_and_gids), CASE(refused), CASE(one_for_each_address), CASE(every_device_has_a_port),
-           CASE(a_domain_is_one_device_s), CASE(devices_are_separate))
+           CASE(a_domain_is_one_device_s), CASE(the_system_chooses_a_port), CASE(no_port_of_another_host),
+           CASE(devices_are_separate))

@@ -20,7 +20,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 # One name for all tests: the number tables of a device live as long as the process.
-_NEAR, _FAR = f"soft0@{own_address()}:7474", f"soft0@{own_address()}:7475"
+_NEAR, _FAR = f"soft0@{own_address()}:0", f"soft0@{own_address()}:7475"
 
 
 # How data is transferred (copied by the peer, through a Unix socket, through TCP), and where the device executes.

@@ -2,8 +2,9 @@
 
 import gc
 import os
+from collections.abc import Iterable
 
-__all__ = ["descriptors", "descriptors_at_first"]
+__all__ = ["descriptors", "descriptors_at_first", "files"]
 
 
 def descriptors() -> set[str]:
@@ -15,3 +16,9 @@ def descriptors_at_first() -> set[str]:
     """Return the open descriptors at the start of a test, after collecting the garbage of earlier tests."""
     gc.collect()
     return descriptors()
+
+
+def files(numbers: Iterable[str]) -> dict[str, str]:
+    """Return what each of these descriptors refers to, for the message of a failed test; without closed ones."""
+    links = {each: f"/proc/self/fd/{each}" for each in numbers}
+    return {each: os.readlink(link) for each, link in links.items() if os.path.lexists(link)}

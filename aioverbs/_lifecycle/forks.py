@@ -78,6 +78,7 @@ def _replace_descriptors() -> None:
     if not numbers:
         return
     idle, _idle_peer = socket.socketpair()
+    idle.setblocking(False)  # the copy of the loop reads it when the parent's connection is readable
     with idle:
         for number in numbers:
             os.dup2(idle.fileno(), number, inheritable=False)

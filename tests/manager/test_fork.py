@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import mmap
+import socket
 import sys
 import warnings
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from contextlib import AbstractContextManager
 import pytest
 
 from aioverbs import ForkedProcessError, Resource
+from aioverbs._lifecycle import forks
 from aioverbs._lifecycle.affinity import Affinity, run_on_owner
 from aioverbs._lifecycle.lifecycle import _tree
 from aioverbs._providers import peer_log
@@ -29,6 +31,23 @@ async def write_once(device: Device) -> bytes:
     async with ends(device) as pair:
         await pair.write(b"hello")
         return bytes(pair.target.buffer[:5])
+
+
+def test_a_copy_of_the_loop_is_not_blocked_by_a_connection_of_the_parent() -> None:
+    """The connection is readable in the epoll set that the copy shares with the parent's loop."""
+    near, far = socket.socketpair()
+    near.setblocking(False)
+
+    def receive() -> str:
+        with pytest.raises(BlockingIOError) as caught:
+            near.recv(1)
+        return type(caught.value).__name__
+
+    with near, far:
+        forks.keep_from_children(near)
+        far.send(b"x")
+        assert in_child(receive, LIMIT_S) == "BlockingIOError"
+        assert near.recv(1) == b"x"
 
 
 @pytest.mark.every_way

@@ -62,8 +62,14 @@ DEVICE_DEPENDENT_TESTS += [
     )
 ]
 # What a user does with an RDMA device and a wheel: `nox -s rdma -- --wheel`.
-WHEEL_TESTS = [f"tests/rdma/test_{name}.py" for name in ("installation", "command_line", "rping")]
-WHEEL_TESTS += [f"tests/rdma/test_doctor.py::test_{name}" for name in ("all_devices_are_usable", "no_libibverbs")]
+WHEEL_TESTS = [
+    "tests/rdma/test_installation.py",
+    *(f"tests/rdma/test_doctor.py::test_{name}" for name in ("all_devices_are_usable", "no_libibverbs")),
+    *(f"tests/rdma/test_command_line.py::test_{name}" for name in ("devices", "ping[send-rdmacm]")),
+    *(f"tests/rdma/test_rping.py::test_{name}[3-64]" for name in ("rdma_core_client", "rdma_core_server")),
+    "tests/rdma/test_seam.py::test_the_kernels_files_have_the_same_gid_table",
+    "tests/rdma/test_verbs_pointer.py",
+]
 DIFFERENTIAL_SEEDS = "10"  # of 60; for the tests that compare soft-RoCE with the software device
 RDMA_LIMIT_S = 2100
 SOAK_LIMIT_S = 7200

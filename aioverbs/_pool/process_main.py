@@ -8,7 +8,7 @@ import os
 import pickle
 import signal
 import socket
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +74,7 @@ class SpawnedWorker:
 
     :param number: number of the worker.
     :param settings: pickled `ProcessSettings`, so that an error in unpickling them can be reported to the pool.
+    :param pool_process: ID of the pool's process.
     :param link: descriptor of the socket that carries frames.
     :param share: descriptor of the socket over which the pool shares its protection domain, if it does.
     :param fd_channel: descriptor of the socket over which the pool sends sockets.
@@ -81,6 +82,7 @@ class SpawnedWorker:
 
     number: int
     settings: bytes
+    pool_process: int
     link: int
     share: int
     fd_channel: int
@@ -91,8 +93,8 @@ class SpawnedWorker:
         If the settings cannot be unpickled, or their `loop` is invalid or not installed, send the exception to the pool
         and return.
 
-        :param parent_sentinel: descriptor that shows the end of the parent process. It is closed, because the link
-            shows that end as well.
+        :param parent_sentinel: descriptor that is closed without being used: the link and a pidfd show the end of the
+            pool's process.
         :returns: 0, the exit status of the process.
         :raises OSError: the exception cannot be sent, because the pool is gone.
         :raises BaseException: an exception ended the loop. Whatever this raises, the process then exits with a
@@ -111,7 +113,8 @@ class SpawnedWorker:
             sock.sendall(encode_frame(FrameType.FAILED, 0, pickled_error(error)))
             return 0
         with asyncio.Runner(loop_factory=factory) as runner:
-            runner.run(_WorkerProcess(self.number, settings, sock, self.share, fd_channel).serve())
+            worker = _WorkerProcess(self.number, settings, self.pool_process, sock, self.share, fd_channel)
+            runner.run(worker.serve())
         return 0
 
 
@@ -223,15 +226,30 @@ def _unpickled(payload: bytes) -> Any:
 
 
 class _WorkerProcess:
-    """Worker inside of its own process."""
+    """Worker inside of its own process. The parameters are those of `SpawnedWorker`, with sockets for two descriptors.
+
+    :param number: number of the worker.
+    :param settings: settings of the process.
+    :param pool_process: ID of the pool's process.
+    :param sock: socket that carries frames.
+    :param share: descriptor of the socket over which the pool shares its protection domain.
+    :param fd_channel: socket over which the pool sends sockets.
+    """
 
     worker: Worker
 
     def __init__(
-        self, number: int, settings: ProcessSettings, sock: socket.socket, share: int, fd_channel: socket.socket
+        self,
+        number: int,
+        settings: ProcessSettings,
+        pool_process: int,
+        sock: socket.socket,
+        share: int,
+        fd_channel: socket.socket,
     ) -> None:
         self._number = number
         self._settings = settings
+        self._pool_process = pool_process
         self._sock = sock
         self._share = share
         self._fd_channel = fd_channel
@@ -265,7 +283,32 @@ class _WorkerProcess:
             link.disconnected.add_done_callback(lambda _: self._stop.set())
             link.send(FrameType.READY, 0, pickle.dumps(Ready(self.worker.domain.native)))
             self.link = link
-            await self._stop.wait()
+            with self._watched_pool(link):
+                await self._stop.wait()
+
+    @contextlib.contextmanager
+    def _watched_pool(self, link: Link) -> Iterator[None]:
+        """Abort the link during the block when the pool's process exits, which stops the worker.
+
+        A forked child of that process may keep the other end of the link open. Without a pidfd (kernel older than 5.3,
+        system call filter, no free descriptors), only the link shows the end.
+        """
+        try:
+            pidfd = os.pidfd_open(self._pool_process)
+        except (AttributeError, OSError):  # AttributeError: CPython was built with the headers of an older kernel
+            if os.getppid() != self._pool_process:
+                link.abort()
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        try:
+            loop.add_reader(pidfd, link.abort)
+            if os.getppid() != self._pool_process:  # it had exited, and another process has its number
+                link.abort()
+            yield
+        finally:
+            loop.remove_reader(pidfd)
+            os.close(pidfd)
 
     async def _close_link(self) -> None:
         """Close the link to the pool, if there is one, and wait until the pending frames have been sent."""

@@ -327,7 +327,7 @@ class ProcessWorker(WorkerHandle):
         descriptors = [sock.fileno() for sock in sockets]
         preparation = multiprocessing.spawn.get_preparation_data(f"{self.supervisor.name}, worker {self.number}")
         preparation["authkey"] = bytes(preparation["authkey"])  # AuthenticationString refuses to be pickled
-        spawned = SpawnedWorker(self.number, pickle.dumps(self._settings), *descriptors)
+        spawned = SpawnedWorker(self.number, pickle.dumps(self._settings), os.getpid(), *descriptors)
         with os.fdopen(os.memfd_create("aioverbs worker"), "r+b") as setup:  # a pipe could be too small
             setup.write(pickle.dumps(preparation) + pickle.dumps(spawned))
             setup.seek(0)

@@ -2,11 +2,14 @@
 
 import asyncio
 import os
+import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from aioverbs import ClosedResourceError, Device, ForkedProcessError, WorkerPool
@@ -14,6 +17,7 @@ from tests.core.children import in_child
 from tests.pace import patience
 from tests.pool.test_calls import number
 from tests.running import run
+from tests.waiting import wait_until
 
 LIMIT_S = int(patience(20))
 
@@ -91,6 +95,38 @@ def test_worker_processes_stay_with_the_parent_after_a_fork(tmp_path: Path) -> N
     done = run([sys.executable, "-P", "-W", "ignore", "-c", PROCESSES, str(fifo)], patience(50))
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == ["3", "as ever True 0", "closed"]
+
+
+# A child of a killed process lives on; the output says which processes are the worker and the child.
+KILLED = """
+import asyncio, os, signal
+from aioverbs import WorkerPool, open_device
+
+async def main():
+    async with open_device("soft0") as device, WorkerPool(device, 1, processes=True) as pool:
+        worker = await pool.run(os.getpid)
+        child = os.fork()
+        if not child:
+            os.close(1)
+            signal.pause()
+        print(worker, child, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+
+
+def test_workers_end_with_the_pools_process_although_a_forked_child_lives_on() -> None:
+    command = [sys.executable, "-P", "-W", "ignore", "-c", KILLED]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as pool_process:
+        try:
+            assert pool_process.stdout is not None
+            worker, child = map(int, pool_process.stdout.readline().split())
+            pool_process.wait(patience(50))
+            wait_until(lambda: not psutil.pid_exists(worker) or psutil.Process(worker).status() == psutil.STATUS_ZOMBIE)
+            assert psutil.pid_exists(child)
+        finally:
+            os.killpg(pool_process.pid, signal.SIGKILL)
 
 
 def test_a_forked_child_does_not_wait_for_the_end_of_the_parents_calls() -> None:

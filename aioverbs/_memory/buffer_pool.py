@@ -463,8 +463,8 @@ class BufferPool(Resource):
         released. Closing a closed pool does nothing. In a forked child, nothing is done.
 
         :raises BusyResourceError: receives are posted in buffers that were not released. In this case nothing is done.
-        :raises VerbsError: a slab cannot be deregistered. The pool stays open and can be closed again. In a background
-            task, the event loop logs the exception instead.
+        :raises VerbsError: a slab cannot be deregistered. The pool stays open, without the slabs that were closed
+            before, and can be closed again. In a background task, the event loop logs the exception instead.
         :raises ResourceWarning: if warnings are turned into errors and buffers were not released. The pool is still
             closed, in the background if receives are posted.
         :raises RuntimeError: no asyncio event loop is running, and work requests are in flight, or another task is

@@ -1,0 +1,99 @@
+/* Rings in memory that two processes share. */
+#include "soft/fabric/ring.h"
+
+#include <string.h>
+
+_Static_assert(!(SOFT_RING_SIZE & (SOFT_RING_SIZE - 1)), "a power of two");
+
+/* ---- The producer -------------------------------------------------------------------------------------------- */
+
+bool soft_ring_room(struct soft_ring_producer *ring, uint32_t *room)
+{
+    uint32_t head = atomic_load_explicit(&ring->peer->head, memory_order_acquire);
+
+    /* Between the last index and the own one: it has neither gone back nor passed what was written. */
+    if (head - ring->head > ring->tail - ring->head)
+        return false;
+    ring->head = head;
+    *room = SOFT_RING_SIZE - (ring->tail - head);
+    return true;
+}
+
+/* Copy up to `room` bytes of the pieces; return their number. */
+static uint32_t ring_copy(struct soft_ring_producer *ring, const struct iovec *pieces, unsigned int count,
+                          uint32_t room)
+{
+    uint8_t *to = ring->data + (ring->tail & (SOFT_RING_SIZE - 1));
+    uint32_t left = room;
+
+    for (; count-- && left; pieces++) {
+        uint32_t part = pieces->iov_len < left ? (uint32_t)pieces->iov_len : left;
+
+        if (part)
+            memcpy(to, pieces->iov_base, part);
+        to += part;
+        left -= part;
+    }
+    return room - left;
+}
+
+int32_t soft_ring_write(struct soft_ring_producer *ring, const struct iovec *pieces, unsigned int count)
+{
+    uint32_t room = SOFT_RING_SIZE - (ring->tail - ring->head), written;
+    size_t size = 0;
+    unsigned int i;
+
+    for (i = 0; i < count; i++)
+        size += pieces[i].iov_len;
+    if (size > room && !soft_ring_room(ring, &room))
+        return -1;
+    written = ring_copy(ring, pieces, count, room);
+    ring->tail += written;
+    if (written)
+        atomic_store_explicit(&ring->own->tail, ring->tail, memory_order_release);
+    return (int32_t)written;
+}
+
+/* ---- The consumer -------------------------------------------------------------------------------------------- */
+
+bool soft_ring_available(struct soft_ring_consumer *ring, uint32_t *available)
+{
+    uint32_t tail = atomic_load_explicit(&ring->peer->tail, memory_order_acquire);
+
+    /* Not before the last index, and no more than one size ahead of what the producer knows to be read. */
+    if (tail - ring->tail > SOFT_RING_SIZE - (ring->tail - ring->released))
+        return false;
+    ring->tail = tail;
+    *available = tail - ring->head;
+    return true;
+}
+
+void soft_ring_release(struct soft_ring_consumer *ring)
+{
+    if (ring->released == ring->head)
+        return;
+    ring->released = ring->head;
+    atomic_store_explicit(&ring->own->head, ring->head, memory_order_release);
+}
+
+/* ---- Sleeping ------------------------------------------------------------------------------------------------ */
+
+void soft_ring_want(struct soft_ring_side *own, uint32_t wants)
+{
+    atomic_fetch_or_explicit(&own->wants, wants, memory_order_relaxed);
+}
+
+bool soft_ring_unwant(struct soft_ring_side *own, uint32_t wants)
+{
+    return wants & atomic_fetch_and_explicit(&own->wants, ~wants, memory_order_relaxed);
+}
+
+/* The peer may change its wishes between the two accesses, and two threads of this side may come here at a time: the
+ * one that takes the wishes away rings, whatever they are. */
+bool soft_ring_answer(struct soft_ring_side *peer, uint32_t what)
+{
+    atomic_thread_fence(memory_order_seq_cst);
+    if (!(atomic_load_explicit(&peer->wants, memory_order_relaxed) & what))
+        return false;
+    return atomic_exchange_explicit(&peer->wants, 0, memory_order_relaxed);
+}

@@ -22,6 +22,8 @@ class Peer:
     :param transport: ``"unix"`` for a socket on this host, or ``"tcp"``; None before the first connection.
     :param direct: True if one of the two processes copies data from memory to memory, bypassing the socket.
     :param why_not_direct: reason why data is not copied directly; empty if it is, or before this is known.
+    :param rings: True if requests and responses go through shared memory now, and the socket only wakes the processes.
+    :param why_not_rings: reason why they go through the socket; empty if they do not, or before this is known.
     :param problem: reason why the last connection ended or failed; empty if none has yet.
     :param process_id: process ID of the peer; None if the peer is on another host.
     :param user_id: user ID of the peer's process; None if the peer is on another host.
@@ -39,6 +41,8 @@ class Peer:
     transport: Literal["unix", "tcp"] | None
     direct: bool
     why_not_direct: str
+    rings: bool
+    why_not_rings: str
     problem: str
     process_id: int | None
     user_id: int | None

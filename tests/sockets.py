@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["direct", "directory_of_sockets", "short_path"]
+__all__ = ["direct", "directory_of_sockets", "set_transfer", "short_path"]
 
 
 @pytest.fixture
@@ -22,8 +22,18 @@ def directory_of_sockets(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("AIOVERBS_SOFT_DIRECTORY", str(short_path))
 
 
-@pytest.fixture(params=["1", "0"], ids=["direct", "socket"])
+@pytest.fixture(params=["direct", "rings", "socket"])
 def direct(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Return whether large data is copied directly from memory to memory."""
-    monkeypatch.setenv("AIOVERBS_SOFT_DIRECT", request.param)
-    return bool(int(request.param))
+    """Return whether large data is copied directly from memory to memory; if not, it goes through rings or a socket."""
+    set_transfer(monkeypatch, request.param)
+    return bool(request.param == "direct")
+
+
+def set_transfer(monkeypatch: pytest.MonkeyPatch, transfer: str) -> None:
+    """Have devices that are opened from here on transfer data to other processes of this user in this way.
+
+    :param transfer: ``"direct"``: copied by the peer, with requests through rings; ``"rings"``: all through rings in
+        shared memory; ``"socket"``: all through the Unix socket.
+    """
+    monkeypatch.setenv("AIOVERBS_SOFT_DIRECT", str(int(transfer == "direct")))
+    monkeypatch.setenv("AIOVERBS_SOFT_RINGS", str(int(transfer != "socket")))

@@ -34,6 +34,7 @@ class SoftSettings:
         32 random bytes: a peer that accepts a connection can try secrets against the messages that it receives, and
         would find a word.
     :param direct: AIOVERBS_SOFT_DIRECT, whether data may be copied directly between the memory of two processes.
+    :param rings: AIOVERBS_SOFT_RINGS, whether requests to other processes of this user go through shared memory.
     :param spin_us: AIOVERBS_SOFT_SPIN, time that the thread serving peers polls before it sleeps, in microseconds.
     """
 
@@ -42,6 +43,7 @@ class SoftSettings:
     users: tuple[int, ...] = ()
     secret: bytes = field(default=b"", repr=False)
     direct: bool = True
+    rings: bool = True
     spin_us: int = SPIN_US
 
     @classmethod
@@ -60,7 +62,8 @@ class SoftSettings:
             _parse(environment, "AIOVERBS_SOFT_ADDRESS", parse_address, None),
             _parse(environment, "AIOVERBS_SOFT_USERS", _users, ()),
             _parse(environment, "AIOVERBS_SOFT_SECRET", _secret, b""),
-            _parse(environment, "AIOVERBS_SOFT_DIRECT", _direct, True),
+            _parse(environment, "AIOVERBS_SOFT_DIRECT", _yes_or_no, True),
+            _parse(environment, "AIOVERBS_SOFT_RINGS", _yes_or_no, True),
             _parse(environment, "AIOVERBS_SOFT_SPIN", _spin, SPIN_US),
         )
         if settings.users and settings.directory == private:
@@ -145,7 +148,7 @@ def _secret(text: str) -> bytes:
     return secret
 
 
-def _direct(text: str) -> bool:
+def _yes_or_no(text: str) -> bool:
     """Return True if `text` is ``1`` and False if it is ``0``.
 
     :raises ValueError: `text` is neither ``1`` nor ``0``.

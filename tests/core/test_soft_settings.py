@@ -28,11 +28,18 @@ def test_all_settings() -> None:
         f"{P}USERS": "0, 1000,4294967294",
         f"{P}SECRET": "open sesame",
         f"{P}DIRECT": "0",
+        f"{P}RINGS": "0",
         f"{P}SPIN": "1000000",
         "XDG_RUNTIME_DIR": "/run/user/7",
     }
     assert SoftSettings.read(environment, 7) == SoftSettings(
-        b"/run/peers", parse_address("[fd00::1]:7471"), (0, 1000, 4294967294), b"open sesame", False, 1_000_000
+        b"/run/peers",
+        parse_address("[fd00::1]:7471"),
+        (0, 1000, 4294967294),
+        b"open sesame",
+        False,
+        False,
+        1_000_000,
     )
 
 
@@ -49,6 +56,7 @@ def test_all_settings() -> None:
         ("USERS", 65 * "1," + "1", "AIOVERBS_SOFT_USERS: at most 64 users are allowed, got 66"),
         ("USERS", "1", "AIOVERBS_SOFT_USERS: .* set AIOVERBS_SOFT_DIRECTORY to one that all"),
         ("DIRECT", "no", "AIOVERBS_SOFT_DIRECT: write 1 for yes or 0 for no, got 'no'"),
+        ("RINGS", "yes", "AIOVERBS_SOFT_RINGS: write 1 for yes or 0 for no, got 'yes'"),
         ("SPIN", "1000001", "AIOVERBS_SOFT_SPIN: a time in microseconds must be 0 to 1000000, got '1000001'"),
     ],
 )

@@ -176,9 +176,10 @@ async def device(transfer: str = "inline") -> AsyncIterator[Device]:
 
 @asynccontextmanager
 async def devices(transfer: str) -> AsyncIterator[tuple[Device, Device, Collection[int]]]:
-    """Open two devices linked by "direct", "socket" or "tcp"; yield both, and the threads of the first."""
+    """Open two devices linked by "direct", "rings", "socket" or "tcp"; yield both, and the threads of the first."""
     os.environ["AIOVERBS_SOFT_SPIN"] = "0"
     os.environ["AIOVERBS_SOFT_DIRECT"] = str(int(transfer == "direct"))
+    os.environ["AIOVERBS_SOFT_RINGS"] = str(int(transfer in ("direct", "rings")))
     folder = Path(os.environ["AIOVERBS_COSTS_FOLDER"])
     address = own_address()
     for name in ("near", "far"):
@@ -240,6 +241,7 @@ def scenes(loop: str) -> dict[str, AbstractAsyncContextManager[Scene]]:
         ),
         "message": on_one_device("inline", lambda device: message_scene(device, device)),
         "message by Unix socket": on_two_devices("socket", lambda near, far, _: message_scene(near, far)),
+        "message by rings": on_two_devices("rings", lambda near, far, _: message_scene(near, far)),
         "message by TCP": on_two_devices("tcp", lambda near, far, _: message_scene(near, far)),
         "message of 32 KiB, direct": on_two_devices("direct", lambda near, far, _: message_scene(near, far, 1 << 15)),
         "lease": on_one_device("inline", lease_scene),

@@ -9,7 +9,7 @@ import pytest_asyncio
 from aioverbs import Device, open_device
 from tests.devices import remote_devices
 from tests.listening import own_address
-from tests.sockets import direct, directory_of_sockets, short_path
+from tests.sockets import direct, directory_of_sockets, set_transfer, short_path
 
 __all__ = ["device", "direct", "directory_of_sockets", "pytest_itemcollected", "short_path"]
 
@@ -23,14 +23,14 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 _NEAR, _FAR = f"soft0@{own_address()}:0", f"soft0@{own_address()}:7475"
 
 
-# How data is transferred (copied by the peer, through a Unix socket, through TCP), and where the device executes.
-@pytest_asyncio.fixture(params=["direct-inline", "socket-thread", "tcp-inline"])
+# How data is transferred (copied by the peer, through rings, a Unix socket or TCP), and where the device executes.
+@pytest_asyncio.fixture(params=["direct-inline", "rings-thread", "socket-thread", "tcp-inline"])
 async def device(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, short_path: Path
 ) -> AsyncIterator[Device]:
     """The near device; the far one is its `remote_device`."""
     transfer, _, execution = request.param.partition("-")
-    monkeypatch.setenv("AIOVERBS_SOFT_DIRECT", "1" if transfer == "direct" else "0")
+    set_transfer(monkeypatch, transfer)
     monkeypatch.setenv("AIOVERBS_SOFT_DIRECTORY", str(_folder(short_path, "near")))
     # TCP needs an address on both sides: without one only processes of this host find a device.
     async with open_device(_NEAR if transfer == "tcp" else "soft0", execution=execution) as near:

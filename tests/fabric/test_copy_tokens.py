@@ -66,7 +66,7 @@ class TokenHolder:
         """Perform the handshake, and accept the offered memory access."""
         self.stream, _ = self.listener.accept()
         self.stream.settimeout(patience(20))
-        hello, descriptors, _, _ = socket.recv_fds(self.stream, HELLO, 1)
+        hello, descriptors, _, _ = socket.recv_fds(self.stream, HELLO, 2)  # copy tokens, rings
         assert len(hello) == HELLO
         self.offered = bool(hello[10] & DIRECT_HELLO)
         nonce = os.urandom(NONCE)
@@ -77,7 +77,7 @@ class TokenHolder:
         for descriptor in descriptors:
             os.close(descriptor)
         flags = DIRECT_HELLO if self.offered else 0
-        self.stream.sendall(struct.pack("<8sHHI32s32s32x", b"aioverbs", 1, flags, 0, self.gids, nonce))
+        self.stream.sendall(struct.pack("<8sHHI32s32s32x", b"aioverbs", 2, flags, 0, self.gids, nonce))
         self._read_exactly(PROOF)
 
     def receive_requests(self, count: int) -> list[TokenRequest]:

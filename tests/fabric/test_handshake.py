@@ -17,12 +17,15 @@ from tests.fabric.two import end
 from tests.pace import patience
 from tests.waiting import until
 
-OTHER_VERSION = 2
+VERSION = 2
+OTHER_VERSION = VERSION + 1
 MAGIC = b"aioverbs"
 HEAD = struct.Struct("<8sHHI")  # magic, version, flags; in a WELCOME also: refused
 WELCOME_SIZE = 112
 REFUSED_VERSION = 1
-PROBLEM = "the peer speaks protocol version 2, not 1: use the same release of aioverbs on both sides"
+PROBLEM = (
+    f"the peer speaks protocol version {OTHER_VERSION}, not {VERSION}: use the same release of aioverbs on both sides"
+)
 
 
 async def test_a_connecting_peer_with_another_version_gets_the_reason(short_path: Path) -> None:
@@ -36,7 +39,7 @@ async def test_a_connecting_peer_with_another_version_gets_the_reason(short_path
             answer = await reader.read()  # until the device closes the stream
         writer.close()
         assert len(answer) == WELCOME_SIZE
-        assert HEAD.unpack_from(answer) == (MAGIC, 1, 0, REFUSED_VERSION)
+        assert HEAD.unpack_from(answer) == (MAGIC, VERSION, 0, REFUSED_VERSION)
         assert here.device.refusals()[-1].reason == PROBLEM
 
 

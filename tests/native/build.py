@@ -26,12 +26,25 @@ KINDS = {
 LOCKS = [f"pthread_mutex_{name}" for name in ("lock", "trylock", "timedlock")]
 LOCKS += ["pthread_rwlock_rdlock", "pthread_rwlock_wrlock"]
 LOCKS += [f"pthread_cond_{name}" for name in ("wait", "timedwait", "signal", "broadcast")]
-WRAPPED = {"test_locks": LOCKS, "test_page_size": ["sysconf", "mmap", "munmap", "madvise", "msync"]}
+CALLS = ["send", "sendmsg", "recv", "recvmsg", "eventfd_write", "eventfd_read", "epoll_ctl", "epoll_wait", "poll"]
+WRAPPED = {
+    "test_locks": LOCKS,
+    "test_page_size": ["sysconf", "mmap", "munmap", "madvise", "msync"],
+    "test_ring_calls": CALLS,
+}
+
+# Programs that are run with rings, and again with sockets only.
+BOTH_CARRIERS = [f"test_fabric{name}" for name in ("", "_peers", "_processes", "_waiting")]
 
 
 def programs(kind: str) -> list[Path]:
     """The sources that have a main of their own."""
     return sorted(HERE.glob("bench_*.c" if kind == "bench" else "test_*.c"))
+
+
+def environments(program: str) -> tuple[dict[str, str], ...]:
+    """Return the environment variables of each run of a program: some run with rings, and with sockets."""
+    return ({}, {"AIOVERBS_SOFT_RINGS": "0"}) if program in BOTH_CARRIERS else ({},)
 
 
 def object_name(source: Path) -> str:

@@ -11,29 +11,30 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 # This is run as a script, and its parts are found from the project's root.
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from tests.native.build import KINDS, build
+from tests.native.build import KINDS, build, environments
 from tests.running import run
 
 LIMIT_S = 900.0
 
 
-def run_program(program: Path, wrapper: Sequence[str]) -> str:
+def run_program(program: Path, environment: Mapping[str, str], wrapper: Sequence[str]) -> str:
     """Run a program and print how long it took; return what a failed one printed, else nothing."""
     begin = time.monotonic()
+    name = " ".join((program.name, *(f"{name}={value}" for name, value in environment.items())))
     try:
-        done = run([*wrapper, str(program)], LIMIT_S)
+        done = run([*wrapper, str(program)], LIMIT_S, env={**os.environ, **environment})
         printed = f"{done.stdout}{done.stderr}ended with {done.returncode}\n" if done.returncode else ""
     except TimeoutError as error:
         printed = f"{error}\n"
-    print(f"{time.monotonic() - begin:7.1f} s  {'FAILED  ' if printed else ''}{program.name}", flush=True)
-    return f"---- {program.name}\n{printed}" if printed else ""
+    print(f"{time.monotonic() - begin:7.1f} s  {'FAILED  ' if printed else ''}{name}", flush=True)
+    return f"---- {name}\n{printed}" if printed else ""
 
 
 def main() -> int:
@@ -47,8 +48,9 @@ def main() -> int:
     except subprocess.CalledProcessError as error:
         return int(error.returncode)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        failures = list(filter(None, pool.map(lambda program: run_program(program, arguments.wrapper), programs)))
-    print("".join(failures), f"{len(programs) - len(failures)} passed, {len(failures)} failed", sep="")
+        runs = [(program, environment) for program in programs for environment in environments(program.name)]
+        failures = list(filter(None, pool.map(lambda each: run_program(each[0], each[1], arguments.wrapper), runs)))
+    print("".join(failures), f"{len(runs) - len(failures)} passed, {len(failures)} failed", sep="")
     return int(bool(failures))
 
 

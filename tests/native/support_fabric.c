@@ -181,6 +181,7 @@ void new_directory(void)
     strcpy(home, "/tmp/aioverbs-test-XXXXXX");
     REQUIRE(mkdtemp(home) != NULL);
     soft_settings_default(&settings);
+    settings.rings = !getenv("AIOVERBS_SOFT_RINGS") || strcmp(getenv("AIOVERBS_SOFT_RINGS"), "0");
     set_directory(home);
 }
 

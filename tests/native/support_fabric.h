@@ -36,7 +36,7 @@ void node_close(struct node *node);         /* stop the node, which may listen a
 uint16_t free_port(void); /* return a TCP port of this host that is free now */
 
 /* Settings of nodes that are opened from here on; new_directory() makes a fresh directory, and resets the others to
- * their defaults. */
+ * their defaults. With AIOVERBS_SOFT_RINGS=0 frames go through sockets. */
 extern struct soft_settings settings;
 void new_directory(void);
 void set_directory(const char *path);

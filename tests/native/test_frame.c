@@ -405,8 +405,8 @@ static void handshake_messages(void)
     CHECK(soft_welcome_parse(welcome_bytes, &welcome_back) == soft_other_version);
     hello_bytes[8]--;
     welcome_bytes[8]--;
-    hello_bytes[10] |= 4;
-    welcome_bytes[10] |= 4;
+    hello_bytes[10] |= 8;
+    welcome_bytes[10] |= 8;
     CHECK(soft_hello_parse(hello_bytes, &hello_back) != NULL);
     CHECK(soft_welcome_parse(welcome_bytes, &welcome_back) != NULL);
     hello_bytes[10] = 0; /* nothing is to be moved directly: a probe has no meaning */

@@ -1,12 +1,13 @@
 """Runs each Python-free C program of this folder."""
 
 import fcntl
+import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.native.build import build, programs
+from tests.native.build import build, environments, programs
 
 pytestmark = [pytest.mark.toolchain, pytest.mark.timeout(900)]  # the first one builds them all
 
@@ -29,9 +30,14 @@ def built(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", [source.stem for source in programs("plain")])
-def test_program(built: Path, name: str) -> None:
-    done = subprocess.run([built / name], capture_output=True, text=True, timeout=240)
+@pytest.mark.parametrize(
+    ("name", "environment"),
+    [(source.stem, environment) for source in programs("plain") for environment in environments(source.stem)],
+    ids=lambda each: each if isinstance(each, str) else "-".join(each.values()) or "default",
+)
+def test_program(built: Path, name: str, environment: dict[str, str]) -> None:
+    env = {**os.environ, **environment}
+    done = subprocess.run([built / name], capture_output=True, text=True, timeout=240, env=env)
     assert done.returncode == 0, f"{name} ended with {done.returncode}\n{done.stdout}{done.stderr}"
     # For want of something of the kernel's: under an emulator that may be, see `nox -s aarch64`.
     assert "skipped what needs" not in done.stdout

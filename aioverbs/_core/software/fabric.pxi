@@ -36,6 +36,7 @@ cdef int _fill_settings(s.soft_settings *out, settings) except -1:
     memcpy(out.secret, <const char *>secret, len(secret))
     out.secret_size = len(secret)
     out.direct = settings.direct
+    out.rings = settings.rings
     out.spin_ns = 1000 * settings.spin_us
     return 0
 
@@ -61,6 +62,8 @@ cdef object _peer(s.soft_stream_stats *stream):
         transport=("unix" if stream.is_unix else "tcp") if known else None,
         direct=stream.direct,
         why_not_direct=_text(stream.why_not_direct),
+        rings=stream.rings,
+        why_not_rings=_text(stream.why_not_rings),
         problem=_text(stream.reason),
         process_id=stream.pid if of_host else None,
         user_id=stream.uid if of_host else None,

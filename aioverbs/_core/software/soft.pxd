@@ -34,7 +34,7 @@ cdef extern from "soft/base/settings.h" nogil:
         unsigned int user_count
         uint8_t secret[SOFT_MAX_SECRET]
         size_t secret_size
-        bint direct
+        bint direct, rings
         uint32_t spin_ns
 
 
@@ -45,10 +45,11 @@ cdef extern from "soft/fabric/fabric.h" nogil:
         bint is_link
         bint connected
         bint is_unix
-        bint direct
+        bint direct, rings
         uint32_t pid
         uint32_t uid
         char why_not_direct[64]
+        char why_not_rings[64]
         char reason[96]
         uint64_t frames_in
         uint64_t frames_out

@@ -282,38 +282,42 @@ void soft_descriptors_prepare_socket(int fd)
     setsockopt(fd, SOL_SOCKET, SO_OOBINLINE, &one, sizeof(one));
 }
 
-/* Own the descriptor of a message that was peeked at. Call under the lock. */
-static void own_received(struct msghdr *message, int *memory_fd, bool *unwanted)
+/* Own the descriptors of a message that was peeked at. Call under the lock. */
+static void own_received(struct msghdr *message, int *memory_fds, bool *unwanted)
 {
     const struct cmsghdr *header = CMSG_FIRSTHDR(message);
+    unsigned int count, i;
     int fd;
 
     if (!header || header->cmsg_level != SOL_SOCKET || header->cmsg_type != SCM_RIGHTS)
         return;
-    memcpy(&fd, CMSG_DATA(header), sizeof(fd));
-    if (fcntl(fd, F_GET_SEALS) >= 0) {
-        *memory_fd = soft_descriptor_own(fd);
-        return;
+    count = (unsigned int)((header->cmsg_len - CMSG_LEN(0)) / sizeof(fd));
+    for (i = 0; i < count; i++) {
+        memcpy(&fd, CMSG_DATA(header) + i * sizeof(fd), sizeof(fd));
+        if (fcntl(fd, F_GET_SEALS) >= 0) {
+            *memory_fds++ = soft_descriptor_own(fd);
+        } else {
+            queue_close(fd); /* the message still refers to the file, but this close may block as well */
+            *unwanted = true;
+        }
     }
-    queue_close(fd); /* the message still refers to the file, but this close may block as well */
-    *unwanted = true;
 }
 
 /* Peek first, which takes nothing: what does not fit here is not closed by that. Then take the message only if it has
- * no descriptors other than the one that is kept. */
-ssize_t soft_descriptors_receive(int fd, void *to, size_t size, int *memory_fd, bool *unwanted)
+ * no descriptors other than those that are kept. */
+ssize_t soft_descriptors_receive(int fd, void *to, size_t size, int *memory_fds, bool *unwanted)
 {
     union {
         struct cmsghdr header;
-        char bytes[CMSG_SPACE(sizeof(int))];
+        char bytes[CMSG_SPACE(SOFT_MEMORY_FILES * sizeof(int))];
     } control;
     struct iovec piece = {to, size};
     struct msghdr message = {.msg_iov = &piece, .msg_iovlen = 1};
     ssize_t got;
 
-    if (memory_fd && *memory_fd < 0) {
+    if (memory_fds) {
         message.msg_control = &control;
-        message.msg_controllen = CMSG_LEN(sizeof(int)); /* not two, which the padding has space for */
+        message.msg_controllen = CMSG_LEN(SOFT_MEMORY_FILES * sizeof(int)); /* padding may have space for more */
         soft_descriptors_hold();
     }
     got = recvmsg(fd, &message, MSG_PEEK | MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
@@ -321,7 +325,7 @@ ssize_t soft_descriptors_receive(int fd, void *to, size_t size, int *memory_fd, 
         *unwanted = true;
     if (message.msg_control) {
         if (got > 0)
-            own_received(&message, memory_fd, unwanted);
+            own_received(&message, memory_fds, unwanted);
         soft_descriptors_release();
     }
     if (got <= 0 || *unwanted)

@@ -18,6 +18,8 @@ void soft_descriptors_release(void);
 int soft_descriptor_own(int fd);
 void soft_descriptor_close(int fd); /* Close an owned descriptor; ignore a negative one. May be called anywhere. */
 
+enum { SOFT_MEMORY_FILES = 2 }; /* most descriptors that a message of a peer may carry */
+
 /* ---- Descriptors sent by untrusted peers ---------------------------------------------------------------------- */
 
 /* The last close of a file takes as long as the file's creator likes: a TCP socket lingers for the time that was set
@@ -28,11 +30,11 @@ void soft_descriptor_close(int fd); /* Close an owned descriptor; ignore a negat
 /* Prepare a Unix socket for reading: out-of-band data stays in the stream, where the kernel would drop it otherwise. */
 void soft_descriptors_prepare_socket(int fd);
 
-/* Receive from a Unix socket, as recv(fd, to, size, MSG_DONTWAIT) does. One descriptor may come, where `*memory_fd` is
- * -1: a memory file, whose close takes only as long as freeing its pages; it is stored in `*memory_fd`. Where other
- * descriptors come, or there is no room for that one, nothing is taken and `*unwanted` becomes true: the caller can
- * only close the socket. With `memory_fd` NULL no descriptor may come. */
-ssize_t soft_descriptors_receive(int fd, void *to, size_t size, int *memory_fd, bool *unwanted);
+/* Receive from a Unix socket, as recv(fd, to, size, MSG_DONTWAIT) does. Memory files may come, whose close takes only
+ * as long as freeing their pages: they are stored in `memory_fds`, an array of SOFT_MEMORY_FILES. Where other
+ * descriptors come, or more, or there is no room for them, nothing is taken and `*unwanted` becomes true: the caller
+ * can only close the socket, and the memory files that it got. With `memory_fds` NULL no descriptor may come. */
+ssize_t soft_descriptors_receive(int fd, void *to, size_t size, int *memory_fds, bool *unwanted);
 
 /* Receive in one system call from a peer that is trusted, and could stop this process anyway: descriptors are discarded
  * as far as there is room for them, and closed by the kernel at once otherwise. A child that is forked meanwhile may

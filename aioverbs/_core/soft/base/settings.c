@@ -9,6 +9,7 @@ void soft_settings_default(struct soft_settings *settings)
     memset(settings, 0, sizeof(*settings));
     snprintf(settings->directory, sizeof(settings->directory), "/tmp/aioverbs-%u", (unsigned int)geteuid());
     settings->direct = true;
+    settings->rings = true;
     settings->spin_ns = 50000;
 }
 

@@ -32,6 +32,7 @@ struct soft_settings {
     uint8_t secret[SOFT_MAX_SECRET]; /* secret that peers have to know */
     size_t secret_size;              /* 0: no secret */
     bool direct;                     /* whether peers may copy from memory to memory */
+    bool rings;                      /* whether frames go through shared memory */
     uint32_t spin_ns;                /* how long the thread polls before it sleeps, in nanoseconds */
 };
 

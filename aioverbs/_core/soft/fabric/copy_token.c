@@ -97,14 +97,14 @@ void soft_copy_tokens_destroy(struct soft_link *link)
 
 const char *soft_copy_tokens_map(struct soft_stream *stream)
 {
-    if (stream->received_fd < 0)
+    if (stream->received_fds[0] < 0)
         return "no copy tokens came with the offer of direct copies";
-    if (soft_sealed_bytes(stream->received_fd) != (off_t)sizeof(*stream->copy_tokens))
+    if (soft_sealed_bytes(stream->received_fds[0]) != (off_t)sizeof(*stream->copy_tokens))
         /* A file that can shrink would make accesses fail. */
         return "the file of copy tokens is not sealed or has another size";
-    stream->copy_tokens = copy_token_page_map(stream->received_fd);
-    soft_descriptor_close(stream->received_fd);
-    stream->received_fd = -1;
+    stream->copy_tokens = copy_token_page_map(stream->received_fds[0]);
+    soft_descriptor_close(stream->received_fds[0]);
+    stream->received_fds[0] = -1;
     return stream->copy_tokens ? NULL : "the file of copy tokens cannot be mapped";
 }
 
@@ -113,8 +113,8 @@ void soft_copy_tokens_unmap(struct soft_stream *stream)
     if (stream->copy_tokens)
         munmap(stream->copy_tokens, sizeof(*stream->copy_tokens));
     stream->copy_tokens = NULL;
-    soft_descriptor_close(stream->received_fd);
-    stream->received_fd = -1;
+    soft_descriptor_close(stream->received_fds[0]);
+    stream->received_fds[0] = -1;
 }
 
 /* ---- The requester ------------------------------------------------------------------------------------------- */

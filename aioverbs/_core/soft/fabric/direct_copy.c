@@ -257,6 +257,7 @@ static int copy_through_gate(struct soft_stream *stream, struct iovec *here, uns
 int soft_direct_move(struct soft_stream *stream, const struct soft_frame *frame, const uint8_t *payload,
                      const struct iovec *local, unsigned int count, bool is_read)
 {
+    uint8_t list[SOFT_FRAME_SEGMENTS * SOFT_SEGMENT_SIZE]; /* a copy: what is checked does not change any more */
     struct soft_frame_segment segments[SOFT_FRAME_SEGMENTS];
     struct iovec here_and_gate[1 + SOFT_FRAME_SEGMENTS + 1], there_and_gate[1 + SOFT_FRAME_SEGMENTS];
     struct iovec *here = here_and_gate + 1, *there = there_and_gate + 1;
@@ -265,8 +266,10 @@ int soft_direct_move(struct soft_stream *stream, const struct soft_frame *frame,
     unsigned int i;
     int error;
 
-    if (atomic_load(&stream->direct))
-        wrong = soft_segments_parse(frame, payload, segments);
+    if (atomic_load(&stream->direct)) {
+        memcpy(list, payload, frame->size);
+        wrong = soft_segments_parse(frame, list, segments);
+    }
     if (wrong) {
         soft_stream_refuse(stream, wrong);
         return EPROTO;

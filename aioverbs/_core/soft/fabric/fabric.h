@@ -212,6 +212,8 @@ struct soft_stream_stats {
     bool connected, is_unix, direct;
     uint32_t pid, uid;       /* Unix sockets */
     char why_not_direct[64]; /* "" if direct */
+    bool rings;              /* frames go through shared memory */
+    char why_not_rings[64];  /* "" if they do */
     char reason[96];         /* why the last connection ended, or could not be made */
     uint64_t frames_in, frames_out, bytes_in, bytes_out;
     uint64_t connected_times;

@@ -6,6 +6,7 @@
 #include <string.h>
 #include <sys/random.h>
 
+#include "soft/base/fork_fds.h"
 #include "soft/base/hmac.h"
 #include "soft/base/lock_order.h"
 #include "soft/base/settings.h"
@@ -17,8 +18,11 @@
 #include "soft/fabric/handshake_wire.h"
 #include "soft/fabric/link.h"
 #include "soft/fabric/read_cache.h"
+#include "soft/fabric/shared_rings.h"
 #include "soft/fabric/stream.h"
 #include "soft/objects/device.h"
+
+static const int no_descriptors[SOFT_MEMORY_FILES] = {-1, -1};
 
 static bool has_secret(const struct soft_stream *stream)
 {
@@ -38,7 +42,7 @@ static bool send_proof(struct soft_stream *stream, const uint8_t proof[SOFT_DIGE
     uint8_t message[SOFT_PROOF_SIZE];
 
     soft_proof_pack(proof, message);
-    return soft_stream_send_message(stream, message, sizeof(message), -1);
+    return soft_stream_send_message(stream, message, sizeof(message), no_descriptors);
 }
 
 /* Return NULL, or what is wrong with the peer's proof. */
@@ -60,14 +64,21 @@ bool soft_handshake_begin(struct soft_link *link)
     struct soft_stream *stream = &link->stream;
     struct soft_hello hello = {.flags = has_secret(stream) ? SOFT_HELLO_SECRET : 0};
 
+    bool sent;
+    int rings;
+
     if (getentropy(hello.nonce, SOFT_NONCE))
         return false;
     memcpy(hello.gids, stream->fabric->device->gids, sizeof(hello.gids));
     memcpy(hello.wanted, &link->remote, sizeof(hello.wanted));
     soft_direct_offer(link, &hello);
+    rings = soft_rings_offer(stream, &hello);
     soft_hello_pack(&hello, stream->hello);
-    return soft_stream_send_message(stream, stream->hello, sizeof(stream->hello),
-                                    hello.flags & SOFT_HELLO_DIRECT ? link->tokens_fd : -1);
+    sent = soft_stream_send_message(
+        stream, stream->hello, sizeof(stream->hello),
+        (const int[SOFT_MEMORY_FILES]){hello.flags & SOFT_HELLO_DIRECT ? link->tokens_fd : -1, rings});
+    soft_descriptor_close(rings);
+    return sent;
 }
 
 /* Return whether the peer can write to this process's memory; its claim alone does not count. An offer of direct copies
@@ -87,14 +98,18 @@ static bool can_write_probe(struct soft_link *link, const struct soft_welcome *w
 static void open_link(struct soft_link *link)
 {
     struct soft_stream *stream = &link->stream;
-    struct soft_welcome welcome;
+    struct soft_welcome welcome = {.flags = 0};
 
-    if (!soft_welcome_parse(stream->welcome, &welcome) && can_write_probe(link, &welcome)) {
+    soft_welcome_parse(stream->welcome, &welcome); /* it was checked when it came */
+    if (can_write_probe(link, &welcome)) {
         stream->why_not_direct[0] = 0;
         atomic_store(&stream->direct, true);
     } else if (!stream->why_not_direct[0]) {
         strcpy(stream->why_not_direct, "the peer cannot access this process's memory");
     }
+    if (!(welcome.flags & SOFT_HELLO_RINGS))
+        soft_rings_decline(stream, "the peer does not use rings");
+    soft_rings_open(stream);
     soft_read_cache_accept(link);
     soft_link_opened(link);
 }
@@ -124,6 +139,8 @@ static void handle_welcome(struct soft_link *link, const uint8_t *bytes)
     memcpy(stream->welcome, bytes, sizeof(stream->welcome));
     if (!wrong)
         wrong = check_welcome(link, &welcome);
+    if (!wrong && welcome.flags & SOFT_HELLO_RINGS && !stream->ring_memory)
+        wrong = "the peer uses rings that were not offered";
     prove(stream, SOFT_ROLE_CONNECTING, proof);
     if (!wrong && !send_proof(stream, proof))
         wrong = "the proof could not be sent to the peer";
@@ -181,7 +198,7 @@ static void reject_peer(struct soft_stream *stream, enum soft_refused refused, c
     uint8_t message[SOFT_WELCOME_SIZE];
 
     soft_welcome_pack(&welcome, message);
-    soft_stream_send_message(stream, message, sizeof(message), -1);
+    soft_stream_send_message(stream, message, sizeof(message), no_descriptors);
     soft_stream_refuse(stream, reason);
 }
 
@@ -195,13 +212,16 @@ static void accept_peer(struct soft_stream *stream, const struct soft_hello *hel
         return;
     }
     memcpy(welcome.gids, fabric->device->gids, sizeof(welcome.gids));
+    if (soft_rings_accept(stream, hello))
+        welcome.flags |= SOFT_HELLO_RINGS;
     soft_direct_probe(stream, hello, welcome.nonce);
     if (atomic_load(&stream->direct))
         welcome.flags |= SOFT_HELLO_DIRECT;
     else
         soft_copy_tokens_unmap(stream);
     soft_welcome_pack(&welcome, stream->welcome);
-    if (!soft_stream_send_message(stream, stream->welcome, sizeof(stream->welcome), soft_read_cache_offer(stream)))
+    if (!soft_stream_send_message(stream, stream->welcome, sizeof(stream->welcome),
+                                  (const int[SOFT_MEMORY_FILES]){soft_read_cache_offer(stream), -1}))
         soft_stream_refuse(stream, "WELCOME could not be sent to the peer");
     soft_stream_set_stage(stream, SOFT_PROVING);
 }
@@ -249,6 +269,7 @@ static void handle_proof(struct soft_stream *stream, const uint8_t *bytes)
     soft_mutex_take(&stream->tx);
     stream->connected_times++;
     soft_mutex_give(&stream->tx);
+    soft_rings_open(stream);
     soft_stream_set_stage(stream, SOFT_OPEN);
 }
 

@@ -57,7 +57,7 @@ static const char *check_head(const uint8_t *in)
 
     if (wrong)
         return wrong;
-    if (soft_get16(in + AT_FLAGS) & ~(SOFT_HELLO_SECRET | SOFT_HELLO_DIRECT))
+    if (soft_get16(in + AT_FLAGS) & ~(SOFT_HELLO_SECRET | SOFT_HELLO_DIRECT | SOFT_HELLO_RINGS))
         return "the peer sent an invalid message";
     return NULL;
 }

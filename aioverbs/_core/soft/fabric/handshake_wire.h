@@ -19,7 +19,7 @@
 
 #include "soft/base/hmac.h"
 
-#define SOFT_VERSION 1u    /* incremented with each incompatible change of the handshake or of frames */
+#define SOFT_VERSION 2u    /* incremented with each incompatible change of the handshake or of frames */
 #define SOFT_HEAD_SIZE 16u /* common start of HELLO and WELCOME in all versions: magic, version, flags, a number */
 #define SOFT_HELLO_SIZE 112u
 #define SOFT_WELCOME_SIZE 112u
@@ -31,6 +31,7 @@ enum {
     SOFT_HELLO_DIRECT =
         /* HELLO: direct copies are possible, and copy tokens come with the message. WELCOME: a direct copy was made. */
     2,
+    SOFT_HELLO_RINGS = 4, /* HELLO: rings come with the message. WELCOME: they are used from here on. */
 };
 
 struct soft_hello {

@@ -332,7 +332,7 @@ void soft_link_connected(struct soft_link *link)
         return;
     }
     soft_stream_set_stage(stream, SOFT_GREETING);
-    stream->why_not_direct[0] = 0;
+    stream->why_not_direct[0] = stream->why_not_rings[0] = 0;
     if (!soft_handshake_begin(link))
         connect_failed(link, "HELLO could not be sent to the peer");
 }

@@ -19,6 +19,8 @@
 #include "soft/fabric/fabric.h"
 #include "soft/fabric/frame_faults.h"
 #include "soft/fabric/link.h"
+#include "soft/fabric/ring.h"
+#include "soft/fabric/shared_rings.h"
 #include "soft/fabric/stream.h"
 #include "soft/fabric/stream_rx.h"
 #include "soft/fabric/wakeup.h"
@@ -28,42 +30,88 @@
 enum {
     EVENTS = 32,         /* events per epoll_wait() */
     HOT_POLLS = 8,       /* polls of the last active stream for each poll of all streams */
+    RING_POLLS = 64,     /* polls of rings for each poll of sockets, if no frames come through sockets */
+    LAST_LOOKS = 4,      /* times that a poller reads rings again, into which peers write meanwhile */
     POLLS_TO_YIELD = 16, /* polls by other threads after which the fabric thread yields */
     YIELD_MS = 1,        /* interval at which the fabric thread checks that the poller still polls */
     SPIN_CREDIT = 4,     /* sleeps longer than the spin time after which the fabric thread spins no more */
 };
 #define SWEEP_NS 50000000u /* interval while there are handshakes; else a second */
 
+/* ---- Rings, under progress ----------------------------------------------------------------------------------- */
+
+/* Send what is queued, since there may be room, and let waiting queue pairs go on. */
+static void send_queued(struct soft_stream *stream)
+{
+    struct soft_link *link = stream->is_link ? container_of(stream, struct soft_link, stream) : NULL;
+    struct grace_reader *grace;
+
+    soft_mutex_take(&stream->tx);
+    soft_stream_flush(stream);
+    soft_stream_watch(stream);
+    soft_mutex_give(&stream->tx);
+    if (link && stream->stage == SOFT_OPEN) {
+        grace = grace_enter();
+        soft_link_kick(link, false);
+        grace_leave(grace);
+    }
+}
+
+/* Return whether a ring that was full has enough room to go on. This is less than the peer waits for before it rings,
+ * which a thread that polls need not have it do. */
+static bool has_ring_room(struct soft_stream *stream)
+{
+    uint32_t room = 0;
+
+    if (!atomic_load_explicit(&stream->starved, memory_order_relaxed))
+        return false;
+    soft_mutex_take(&stream->tx);
+    if (!soft_ring_room(&stream->ring_out, &room))
+        soft_stream_break(stream);
+    soft_mutex_give(&stream->tx);
+    return room >= SOFT_RING_ROOM / 2;
+}
+
+/* Handle what is in rings, a turn of each stream. Return whether there was anything. */
+static bool poll_rings(struct soft_fabric *fabric)
+{
+    struct soft_stream *stream, *next;
+    bool something = false;
+
+    assert_held(&fabric->progress);
+    for (stream = fabric->ring_streams; stream; stream = next) {
+        next = stream->next_ring;
+        if (has_ring_room(stream)) {
+            send_queued(stream);
+            something = true;
+        }
+        if (stream->unfinished || stream->paused || soft_ring_has_news(&stream->ring_in))
+            something |= soft_stream_receive_ring(stream);
+    }
+    return something;
+}
+
 /* ---- Handling events, under progress ------------------------------------------------------------------------- */
 
-static void handle_stream(struct soft_stream *stream, uint32_t events)
+/* Return whether the event was more than a doorbell for frames that were handled before. */
+static bool handle_stream(struct soft_stream *stream, uint32_t events)
 {
     struct soft_link *link = stream->is_link ? container_of(stream, struct soft_link, stream) : NULL;
 
     if (stream->stage == SOFT_CONNECTING) {
         soft_link_connected(link);
-        return;
+        return true;
     }
-    if (events & EPOLLOUT) {
-        struct grace_reader *grace;
-
-        soft_mutex_take(&stream->tx);
-        soft_stream_flush(stream);
-        soft_stream_watch(stream);
-        soft_mutex_give(&stream->tx);
-        if (link && stream->stage == SOFT_OPEN) {
-            grace = grace_enter();
-            soft_link_kick(link, false);
-            grace_leave(grace);
-        }
-    }
-    /* A paused or stalled stream is not read, but its end is noticed. */
-    if ((stream->paused || stream->stalled) && events & (EPOLLHUP | EPOLLERR)) {
+    if (events & EPOLLOUT || has_ring_room(stream))
+        send_queued(stream);
+    /* A paused or stalled stream is not read, but its end is noticed. The socket of one with rings is read always. */
+    if ((stream->paused || stream->stalled) && events & (EPOLLHUP | EPOLLERR) && !soft_stream_uses_rings(stream)) {
         soft_stream_close(stream, SOFT_END_LOST, "the peer closed the connection");
-        return;
+        return true;
     }
     if (events & ~(uint32_t)EPOLLOUT || stream->paused)
-        soft_stream_receive(stream);
+        return soft_stream_receive(stream) || events & EPOLLOUT;
+    return true;
 }
 
 /* Give streams another turn that had more frames at hand than fit into one. */
@@ -78,10 +126,10 @@ static void resume_unfinished(struct soft_fabric *fabric)
     }
 }
 
-void soft_fabric_handle_events(struct soft_fabric *fabric, const struct epoll_event *events, int count)
+bool soft_fabric_handle_events(struct soft_fabric *fabric, const struct epoll_event *events, int count)
 {
     const struct soft_watch *listeners[2];
-    bool timer_expired = false, woken = false;
+    bool timer_expired = false, woken = false, something = false;
     int i, listener_count = 0;
     eventfd_t value;
 
@@ -104,38 +152,44 @@ void soft_fabric_handle_events(struct soft_fabric *fabric, const struct epoll_ev
             timer_expired = read(watch->fd, &value, sizeof(value)) > 0 || timer_expired;
             break;
         case SOFT_WATCH_STREAM:
-            if (count == 1)
+            if (count == 1 && !container_of(watch, struct soft_stream, watch)->ring_memory)
                 fabric->hot = container_of(watch, struct soft_stream, watch);
-            handle_stream(container_of(watch, struct soft_stream, watch), events[i].events);
-            break;
+            something |= handle_stream(container_of(watch, struct soft_stream, watch), events[i].events);
+            continue;
         }
+        something = true;
     }
     /* After the other events: accepting may close other streams. */
     for (i = 0; i < listener_count; i++)
         soft_fabric_accept(fabric, listeners[i]);
     if (woken) {
+        poll_rings(fabric);
         resume_unfinished(fabric);
         soft_links_connect(fabric);
     }
     if (timer_expired)
         soft_frames_release_due(fabric, soft_now_ns());
+    return something;
 }
 
 bool soft_fabric_poll_locked(struct soft_fabric *fabric, bool all)
 {
     struct epoll_event events[EVENTS];
+    bool something = poll_rings(fabric);
     struct soft_stream *hot = fabric->hot;
+    unsigned int interval = 1;
     int count;
 
     assert_held(&fabric->progress);
     /* A round trip is over one stream: reading from it is cheaper than asking epoll. */
-    if (!all && hot && hot->stage == SOFT_OPEN && !hot->paused && !hot->stalled && !hot->unfinished &&
-        ++fabric->hot_polls % HOT_POLLS)
-        return soft_stream_receive(hot);
+    if (hot && hot->stage == SOFT_OPEN && !hot->paused && !hot->stalled && !hot->unfinished)
+        interval = HOT_POLLS;
+    else if (fabric->ring_count && fabric->ring_count == fabric->stream_count && !atomic_load(&fabric->outgoing))
+        interval = RING_POLLS;
+    if (!all && ++fabric->hot_polls % interval)
+        return (interval == HOT_POLLS && soft_stream_receive(hot)) || something;
     count = epoll_wait(fabric->epoll, events, EVENTS, 0);
-    if (count > 0)
-        soft_fabric_handle_events(fabric, events, count);
-    return count > 0;
+    return (count > 0 && soft_fabric_handle_events(fabric, events, count)) || something;
 }
 
 /* Handle deadlines: end handshakes that take too long, free unused links, and let waiting connections in, for which
@@ -159,6 +213,20 @@ void soft_fabric_sweep(struct soft_fabric *fabric, uint64_t now)
 
 /* ---- Threads that poll --------------------------------------------------------------------------------------- */
 
+/* Have peers ring again: a thread sleeps, or this one is about to. */
+static void arm_again(struct soft_fabric *fabric)
+{
+    unsigned int looks = 0;
+
+    while (soft_rings_arm(fabric))
+        if (looks++ == LAST_LOOKS) {
+            soft_fabric_wake(fabric);
+            return;
+        } else {
+            poll_rings(fabric);
+        }
+}
+
 bool soft_fabric_poll(struct soft_device *device, bool all)
 {
     struct soft_fabric *fabric = device->fabric;
@@ -172,18 +240,37 @@ bool soft_fabric_poll(struct soft_device *device, bool all)
     if (atomic_load_explicit(&fabric->active, memory_order_relaxed)) {
         soft_stream_send_deferred(fabric); /* the poller has found nothing more to do */
         something = soft_fabric_poll_locked(fabric, all);
+        if (all || !atomic_load(&fabric->thread_yields))
+            arm_again(fabric);
     }
     soft_mutex_give(&fabric->progress);
     return something;
+}
+
+/* Arm the rings for a thread that is about to sleep on the wakeup channel. If one has something, or another thread
+ * reads just now, that thread wakes up again. */
+static void arm_for_sleep(struct soft_fabric *fabric)
+{
+    bool something = true;
+
+    if (soft_mutex_try(&fabric->progress)) {
+        something = atomic_load_explicit(&fabric->active, memory_order_relaxed) && soft_rings_arm(fabric);
+        soft_mutex_give(&fabric->progress);
+    }
+    if (something)
+        soft_fabric_wake(fabric);
 }
 
 void soft_fabric_stop_polling(struct soft_device *device, struct soft_channel *channel)
 {
     struct soft_fabric *fabric = device->fabric;
 
-    if (!atomic_load_explicit(&fabric->active, memory_order_acquire) ||
-        (channel && soft_wakeup_channel_set(fabric, channel)))
+    if (!atomic_load_explicit(&fabric->active, memory_order_acquire))
         return;
+    if (channel && soft_wakeup_channel_set(fabric, channel)) {
+        arm_for_sleep(fabric);
+        return;
+    }
     atomic_store(&fabric->polls, 0);
     if (atomic_load(&fabric->thread_yields))
         soft_fabric_wake(fabric);
@@ -268,6 +355,7 @@ static void handle_unlocked_events(struct soft_fabric *fabric, const struct epol
     uint64_t now = soft_now_ns();
 
     soft_mutex_take(&fabric->progress);
+    poll_rings(fabric);
     if (fabric->closes == closes) /* otherwise a stream may be freed: epoll reports the other events again */
         soft_fabric_handle_events(fabric, events, count);
     if (now >= atomic_load(&fabric->sweep_at))
@@ -275,14 +363,17 @@ static void handle_unlocked_events(struct soft_fabric *fabric, const struct epol
     soft_mutex_give(&fabric->progress);
 }
 
-static uint32_t count_closes(struct soft_fabric *fabric)
+/* Arm the rings. Return whether there is nothing to do but to wait for events; `*closes` is for
+ * handle_unlocked_events(). */
+static bool prepare_to_sleep(struct soft_fabric *fabric, uint32_t *closes)
 {
-    uint32_t closes;
+    bool something;
 
     soft_mutex_take(&fabric->progress);
-    closes = fabric->closes;
+    something = soft_rings_arm(fabric);
+    *closes = fabric->closes;
     soft_mutex_give(&fabric->progress);
-    return closes;
+    return !something;
 }
 
 void *soft_fabric_main(void *argument)
@@ -298,20 +389,21 @@ void *soft_fabric_main(void *argument)
         struct epoll_event events[EVENTS];
         uint64_t slept = soft_now_ns();
         uint32_t closes;
+        bool sleeps;
         int count;
 
         if (is_polled(fabric) && slept < atomic_load(&fabric->sweep_at)) {
             yield_to_poller(fabric);
             continue;
         }
-        closes = count_closes(fabric);
-        count = sleep_for_events(fabric, events);
+        sleeps = prepare_to_sleep(fabric, &closes);
+        count = sleeps ? sleep_for_events(fabric, events) : epoll_wait(fabric->epoll, events, EVENTS, 0);
         if (is_polled(fabric) && soft_now_ns() < atomic_load(&fabric->sweep_at))
             continue; /* the poller reads it */
         if (count > 0 && atomic_load(&fabric->wakeup_channel) && poller_takes_over(fabric))
             continue;
         handle_unlocked_events(fabric, events, count, closes);
-        if (count <= 0)
+        if (sleeps && count <= 0)
             continue;
         /* Spinning pays off if events come within the spin time. */
         if (soft_now_ns() - slept < fabric->settings.spin_ns)

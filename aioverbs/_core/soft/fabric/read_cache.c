@@ -219,10 +219,10 @@ void soft_read_cache_accept(struct soft_link *link)
     struct soft_stream *stream = &link->stream;
     struct soft_read_cache_owner *owner = NULL, *before = link->read_cache_owners;
 
-    if (stream->received_fd >= 0 && stream->fabric->settings.direct && stream->uid == geteuid())
-        owner = make_owner(stream, stream->received_fd);
-    soft_descriptor_close(stream->received_fd);
-    stream->received_fd = -1;
+    if (stream->received_fds[0] >= 0 && stream->fabric->settings.direct && stream->uid == geteuid())
+        owner = make_owner(stream, stream->received_fds[0]);
+    soft_descriptor_close(stream->received_fds[0]);
+    stream->received_fds[0] = -1;
     if (!owner)
         return;
     if (before && !memcmp(before->page->nonce, owner->page->nonce, SOFT_NONCE)) {

@@ -57,6 +57,8 @@ static void stream_stats_fill(struct soft_stream *stream, struct soft_stream_sta
     stats->pid = stream->pid;
     stats->uid = stream->uid;
     memcpy(stats->why_not_direct, stream->why_not_direct, sizeof(stats->why_not_direct));
+    stats->rings = soft_stream_uses_rings(stream);
+    memcpy(stats->why_not_rings, stream->why_not_rings, sizeof(stats->why_not_rings));
     memcpy(stats->reason, stream->reason, sizeof(stats->reason));
     stats->frames_in = stream->frames_in;
     stats->bytes_in = stream->bytes_in;

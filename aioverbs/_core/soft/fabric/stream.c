@@ -21,6 +21,7 @@
 #include "soft/fabric/frame_faults.h"
 #include "soft/fabric/link.h"
 #include "soft/fabric/read_cache.h"
+#include "soft/fabric/shared_rings.h"
 #include "soft/objects/device.h"
 
 /* ---- Beginning ----------------------------------------------------------------------------------------------- */
@@ -28,7 +29,7 @@
 int soft_stream_init(struct soft_stream *stream, struct soft_fabric *fabric, bool is_link)
 {
     stream->watch.what = SOFT_WATCH_STREAM;
-    stream->watch.fd = stream->received_fd = stream->pidfd = -1;
+    stream->watch.fd = stream->received_fds[0] = stream->received_fds[1] = stream->pidfd = -1;
     stream->fabric = fabric;
     stream->is_link = is_link;
     stream->stage = SOFT_CLOSED;
@@ -38,6 +39,7 @@ int soft_stream_init(struct soft_stream *stream, struct soft_fabric *fabric, boo
 void soft_stream_destroy(struct soft_stream *stream)
 {
     soft_copy_tokens_unmap(stream);
+    soft_rings_unmap(stream);
     soft_descriptor_close(stream->pidfd);
     soft_mutex_destroy(&stream->tx);
     free(stream->in);
@@ -103,7 +105,9 @@ int soft_stream_begin(struct soft_stream *stream, int fd, bool is_unix, enum sof
     stream->watch.fd = fd;
     stream->events = EPOLLIN;
     stream->out_begin = stream->out_end = 0;
-    stream->paused = stream->stalled = stream->unfinished = stream->blocked = stream->broken = false;
+    stream->paused = stream->stalled = stream->unfinished = stream->blocked = false;
+    atomic_store(&stream->starved, false);
+    atomic_store(&stream->broken, false);
     soft_mutex_give(&stream->tx);
     soft_stream_set_stage(stream, stage);
     if (atomic_load(&fabric->sweep_at) > now + 50000000u)
@@ -166,6 +170,7 @@ void soft_stream_close(struct soft_stream *stream, enum soft_end end, const char
     struct soft_fabric *fabric = stream->fabric;
     struct soft_link *link = stream->is_link ? container_of(stream, struct soft_link, stream) : NULL;
     int fd = stream->watch.fd;
+    unsigned int i;
 
     assert_held(&stream->fabric->progress);
     soft_fabric_record_end(fabric, end, stream->peer[0].raw, reason);
@@ -185,10 +190,13 @@ void soft_stream_close(struct soft_stream *stream, enum soft_end end, const char
     stream->has_read_cache = false;
     if (link)
         soft_read_cache_suspend(link, true);
-    soft_descriptor_close(stream->received_fd);
-    stream->received_fd = -1;
+    for (i = 0; i < SOFT_MEMORY_FILES; i++) {
+        soft_descriptor_close(stream->received_fds[i]);
+        stream->received_fds[i] = -1;
+    }
     soft_mutex_take(&stream->tx);
     stream->stage = SOFT_CLOSED;
+    soft_rings_unmap(stream);
     stream->watch.fd = -1;
     stream->out_begin = stream->out_end = 0;
     soft_frames_drop_held(stream);
@@ -226,13 +234,16 @@ void soft_stream_refuse(struct soft_stream *stream, const char *reason)
 
 void soft_stream_watch(struct soft_stream *stream)
 {
-    uint32_t events = stream->paused || stream->stalled || stream->unfinished ? 0 : EPOLLIN;
+    bool uses_rings = stream->ring_out.data && stream->stage == SOFT_OPEN;
+    bool reads = !stream->paused && !stream->stalled && !stream->unfinished;
+    bool kicks = stream->is_link && stream->stage == SOFT_OPEN &&
+                 soft_link_has_waiters(container_of(stream, struct soft_link, stream));
     struct epoll_event event = {.data.ptr = &stream->watch};
+    uint32_t events = reads || uses_rings ? EPOLLIN : 0; /* doorbells are always read */
 
     assert_held(&stream->tx);
-    if (stream->stage == SOFT_CONNECTING || stream->blocked ||
-        (stream->is_link && stream->stage == SOFT_OPEN &&
-         soft_link_has_waiters(container_of(stream, struct soft_link, stream))))
+    /* EPOLLOUT: the socket has room; of a stream with rings it always has, and says only that waiters may go on. */
+    if (uses_rings ? kicks && !stream->blocked : stream->stage == SOFT_CONNECTING || stream->blocked || kicks)
         events |= EPOLLOUT;
     if (events == stream->events)
         return;
@@ -244,10 +255,24 @@ void soft_stream_watch(struct soft_stream *stream)
 void soft_stream_break(struct soft_stream *stream)
 {
     assert_held(&stream->tx);
-    stream->broken = true;
+    atomic_store(&stream->broken, true);
+    atomic_store(&stream->starved, false);
     stream->blocked = false;
     stream->out_begin = stream->out_end = 0;
     shutdown(stream->watch.fd, SHUT_RDWR);
+}
+
+/* Write as many bytes as the ring takes. Return their number, or -1 if the stream is broken. */
+static ssize_t try_write(struct soft_stream *stream, const struct iovec *pieces, unsigned int count)
+{
+    int32_t written = soft_ring_write(&stream->ring_out, pieces, count);
+
+    assert_held(&stream->tx);
+    if (written < 0) /* no honest peer writes such an index */
+        soft_stream_break(stream);
+    else if (written)
+        soft_rings_notify(stream, SOFT_WANTS_BYTES);
+    return written;
 }
 
 /* Send as many bytes as the socket takes. Return their number, or -1 if the stream is broken. */
@@ -257,6 +282,8 @@ static ssize_t try_send(struct soft_stream *stream, struct iovec *pieces, unsign
     ssize_t sent;
 
     assert_held(&stream->tx);
+    if (stream->ring_out.data)
+        return try_write(stream, pieces, count);
     do
         sent = sendmsg(stream->watch.fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
     while (sent < 0 && errno == EINTR);
@@ -285,22 +312,37 @@ static void queue_unsent(struct soft_stream *stream, const struct iovec *pieces,
     }
 }
 
-void soft_stream_flush(struct soft_stream *stream)
+/* Note whether the ring is full. A stream that is not has no use for the peer's doorbell. */
+static void set_starved(struct soft_stream *stream)
 {
-    struct iovec rest = {stream->out + stream->out_begin, soft_stream_pending(stream)};
-    ssize_t sent;
+    bool starved = stream->blocked && stream->ring_out.data;
 
     assert_held(&stream->tx);
-    if (!rest.iov_len || stream->broken)
+    if (atomic_load_explicit(&stream->starved, memory_order_relaxed) == starved)
         return;
-    sent = try_send(stream, &rest, 1);
-    if (sent < 0)
+    if (!starved)
+        soft_ring_unwant(stream->ring_out.own, SOFT_WANTS_ROOM);
+    atomic_store_explicit(&stream->starved, starved, memory_order_relaxed);
+}
+
+void soft_stream_flush(struct soft_stream *stream)
+{
+    assert_held(&stream->tx);
+    if (!soft_stream_pending(stream) || stream->broken)
         return;
-    stream->bytes_out += (uint64_t)sent;
-    stream->out_begin += (uint32_t)sent;
-    stream->blocked = stream->out_begin != stream->out_end;
+    do {
+        struct iovec rest = {stream->out + stream->out_begin, soft_stream_pending(stream)};
+        ssize_t sent = try_send(stream, &rest, 1);
+
+        if (sent < 0)
+            return;
+        stream->bytes_out += (uint64_t)sent;
+        stream->out_begin += (uint32_t)sent;
+        stream->blocked = stream->out_begin != stream->out_end;
+    } while (stream->blocked && stream->ring_out.data && soft_rings_want_room(stream));
     if (!stream->blocked)
         stream->out_begin = stream->out_end = 0;
+    set_starved(stream);
 }
 
 int soft_stream_write(struct soft_stream *stream, const struct soft_frame *frame, const struct iovec *data,
@@ -327,26 +369,32 @@ int soft_stream_write(struct soft_stream *stream, const struct soft_frame *frame
     if ((size_t)sent < sizeof(header) + frame->size) {
         queue_unsent(stream, pieces, 1 + count, (size_t)sent);
         stream->blocked = true;
+        if (stream->ring_out.data)
+            soft_stream_flush(stream); /* there may be room by now; if not, the peer is asked to ring */
     }
     return 0;
 }
 
-bool soft_stream_send_message(struct soft_stream *stream, const void *message, size_t size, int fd)
+bool soft_stream_send_message(struct soft_stream *stream, const void *message, size_t size,
+                              const int fds[SOFT_MEMORY_FILES])
 {
     union {
         struct cmsghdr header;
-        char bytes[CMSG_SPACE(sizeof(int))];
+        char bytes[CMSG_SPACE(SOFT_MEMORY_FILES * sizeof(int))];
     } control = {0};
     struct iovec piece = {(void *)(uintptr_t)message, size};
     struct msghdr wrapped = {.msg_iov = &piece, .msg_iovlen = 1};
+    unsigned int i, count = 0;
 
-    if (fd >= 0) {
+    for (i = 0; i < SOFT_MEMORY_FILES; i++)
+        if (fds[i] >= 0)
+            memcpy(CMSG_DATA(&control.header) + count++ * sizeof(int), &fds[i], sizeof(int));
+    if (count) {
         wrapped.msg_control = &control;
-        wrapped.msg_controllen = sizeof(control);
+        wrapped.msg_controllen = CMSG_SPACE(count * sizeof(int));
         control.header.cmsg_level = SOL_SOCKET;
         control.header.cmsg_type = SCM_RIGHTS;
-        control.header.cmsg_len = CMSG_LEN(sizeof(fd));
-        memcpy(CMSG_DATA(&control.header), &fd, sizeof(fd));
+        control.header.cmsg_len = CMSG_LEN(count * sizeof(int));
     }
     return sendmsg(stream->watch.fd, &wrapped, MSG_DONTWAIT | MSG_NOSIGNAL) == (ssize_t)size;
 }

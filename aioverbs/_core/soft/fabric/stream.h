@@ -14,6 +14,8 @@
 #include "soft/fabric/directory.h"
 #include "soft/fabric/fabric.h"
 #include "soft/fabric/handshake_wire.h"
+#include "soft/fabric/ring.h"
+#include "soft/base/fork_fds.h"
 #include "soft/base/lock_order.h"
 #include "soft/base/wait_budget.h"
 
@@ -23,8 +25,8 @@
  * come an answer with a fragment, and one without data for each frame that was at hand. */
 #define SOFT_OUT_ANSWERS (SOFT_SMALL_ANSWERS + SOFT_FRAME_SIZE + SOFT_FRAGMENT + SOFT_IN_SIZE)
 #define SOFT_OUT_REQUEST (SOFT_FRAME_SIZE + SOFT_FRAGMENT)
-/* Memory of buffers: 320 KiB at most for a link, 544 KiB for a served stream. The kernel provides pages on first use: a
- * few, while messages are small. */
+/* Memory of buffers: 320 KiB at most for a link, 544 KiB for a served stream, and 512 KiB that the two ends of a pair
+ * of rings share. The kernel provides pages on first use: a few, while messages are small. */
 _Static_assert(SOFT_IN_SIZE + SOFT_OUT_REQUEST < 321u << 10 && SOFT_IN_SIZE + SOFT_OUT_ANSWERS < 545u << 10, "");
 #define SOFT_SOCKET_ROOM (1 << 19)    /* requested send buffer of a Unix socket; the system may allow less */
 #define SOFT_HANDSHAKE_NS 2000000000u /* time limit for the handshake of a served stream, from accept() on */
@@ -77,14 +79,15 @@ struct soft_stream {
     struct soft_fabric *fabric;        /* const */
     bool is_link;                      /* const */
     enum soft_stage stage;             /* both */
-    bool is_unix;                      /* progress, like the next fourteen */
+    bool is_unix;                      /* progress, like the next fifteen */
     struct soft_stream *next, **place; /* list of fabric->streams */
     /* End of the handshake's time; served and open: the stream is not evicted before. */
     uint64_t deadline;
     union ibv_gid peer[2];
     uint32_t pid, uid;
-    /* Descriptor that came with the first bytes, or -1. Served: copy tokens; link: page of the read cache. */
-    int received_fd;
+    /* Descriptors that came with the first bytes, or -1. Served: copy tokens, then rings; link: page of the read cache.
+     * */
+    int received_fds[SOFT_MEMORY_FILES];
     bool discarded;      /* a descriptor of another kind came and was discarded: no further one is accepted */
     bool has_read_cache; /* served: this device grants reads; link: the peer does */
     uint8_t hello[SOFT_HELLO_SIZE], welcome[SOFT_WELCOME_SIZE];
@@ -94,6 +97,7 @@ struct soft_stream {
     const char *refusal; /* the stream is to be closed for this reason; or NULL */
     enum soft_end refused_as;
     char refusal_text[96]; /* text of a `refusal` that is not a constant */
+    bool ended;            /* rings: the socket has ended; what is in the ring is still handled */
     bool paused;           /* both. Served: no requests are handled, since there is no room for answers */
     bool stalled;          /* both: nothing is read, by soft_fabric_stall() */
     bool unfinished;       /* both: complete frames were left when the stream's turn was over */
@@ -109,7 +113,14 @@ struct soft_stream {
         SOFT_RIGHTS_REFUSED
     } rights;
     atomic_bool direct; /* written under progress; read by senders */
-    char why_not_direct[64];
+    char why_not_direct[64], why_not_rings[64];
+    /* Progress, like the next six. Rings, see soft/fabric/shared_rings.h: their mapping (both), or NULL; list of
+     * fabric->ring_streams, while the stream is open. */
+    uint8_t *ring_memory;
+    struct soft_stream *next_ring, **ring_place;
+    struct soft_ring_consumer ring_in;
+    bool armed;      /* the peer rings when it has written bytes */
+    bool rung;       /* it has rung, or is about to: the socket gets a byte that is of no use any more */
     char reason[96]; /* progress: why the stream last ended */
     /* served: progress; links: both. pidfd of the peer's process, or -1; a link keeps it until the next connection */
     int pidfd;
@@ -120,9 +131,12 @@ struct soft_stream {
     struct soft_mutex tx;
     uint8_t *out; /* tx, like all that follows: [out_begin, out_end) waits for room in the socket */
     uint32_t out_begin, out_end, out_size;
-    bool blocked;    /* the socket is full: EPOLLOUT reports when there is room */
-    bool broken;     /* the socket was shut down; the thread that reads closes the stream */
-    uint32_t events; /* events that epoll watches */
+    struct soft_ring_producer ring_out;
+    /* The socket is full, and EPOLLOUT reports when there is room; or the ring is, and the peer rings. */
+    bool blocked;
+    atomic_bool starved; /* read anywhere: the ring is full */
+    atomic_bool broken;  /* read anywhere: the socket was shut down; the thread that reads closes the stream */
+    uint32_t events;     /* events that epoll watches */
     uint64_t frames_out, bytes_out, connected_times;
     struct soft_held_frame *held; /* frames that the fault plan delays, in order of their time */
     uint32_t held_bytes;
@@ -190,6 +204,8 @@ struct soft_fabric {
     struct soft_stream *streams;
     struct soft_coalesced_ack ack;
     struct soft_stream *hot; /* stream that last had something to read */
+    struct soft_stream *ring_streams;
+    uint32_t ring_count, unarmed; /* number of these; of those that are not armed */
     /* Written under progress: stream with queued answers, see soft_stream_send_deferred. */
     struct soft_stream *_Atomic deferred;
     uint32_t hot_polls;
@@ -240,9 +256,10 @@ void soft_fabric_record_end(struct soft_fabric *fabric, enum soft_end end, const
 int soft_stream_write(struct soft_stream *stream, const struct soft_frame *frame, const struct iovec *data,
                       unsigned int count);
 
-/* Send a message of the handshake, with descriptor `fd` or -1. Under progress, while no frames are sent. Return false
- * if the message was not sent. */
-bool soft_stream_send_message(struct soft_stream *stream, const void *message, size_t size, int fd);
+/* Send a message of the handshake, with the descriptors of `fds` that are not -1. Under progress, while no frames are
+ * sent. Return false if the message was not sent. */
+bool soft_stream_send_message(struct soft_stream *stream, const void *message, size_t size,
+                              const int fds[SOFT_MEMORY_FILES]);
 
 /* Shut the connection down. Under tx. The thread that reads notices, and closes the stream. */
 void soft_stream_break(struct soft_stream *stream);
@@ -250,6 +267,12 @@ void soft_stream_break(struct soft_stream *stream);
 /* Send queued bytes as far as the socket takes them; update the events that epoll watches. Under tx. */
 void soft_stream_flush(struct soft_stream *stream);
 void soft_stream_watch(struct soft_stream *stream);
+
+/* Return whether frames go through rings. Under progress. */
+static inline bool soft_stream_uses_rings(const struct soft_stream *stream)
+{
+    return stream->stage == SOFT_OPEN && stream->ring_memory;
+}
 
 static inline uint32_t soft_stream_pending(const struct soft_stream *stream)
 {

@@ -17,6 +17,8 @@
 #include "soft/fabric/frame.h"
 #include "soft/fabric/frame_faults.h"
 #include "soft/fabric/handshake.h"
+#include "soft/fabric/ring.h"
+#include "soft/fabric/shared_rings.h"
 #include "soft/fabric/stream.h"
 
 #define ANSWER_BYTES (512u << 10) /* copied bytes after which queued answers are sent */
@@ -59,13 +61,15 @@ static void stop_rights(struct soft_stream *stream)
         stream->rights = stream->uid == geteuid() ? SOFT_RIGHTS_CLOSE : SOFT_RIGHTS_REJECT;
 }
 
-/* Read from a Unix socket. A memory file may come with the first bytes, and no descriptor at any other time: recv()
+/* Read from a Unix socket. Memory files may come with the first bytes, and no descriptor at any other time: recv()
  * would have the kernel close it in this thread. A rejected descriptor stays in the socket, for another thread to
  * close. So does a file that may be larger than asked for: the last close of a file of gigabytes takes a second. */
 static ssize_t receive_with_descriptors(struct soft_stream *stream, void *to, size_t size)
 {
-    int *kept = stream->stage == SOFT_GREETING && !stream->discarded ? &stream->received_fd : NULL;
+    bool may_come = stream->stage == SOFT_GREETING && !stream->discarded && stream->received_fds[0] < 0;
+    int *kept = may_come ? stream->received_fds : NULL;
     bool unwanted = false;
+    unsigned int i;
     ssize_t got;
 
     if (stream->stage == SOFT_OPEN)
@@ -73,11 +77,12 @@ static ssize_t receive_with_descriptors(struct soft_stream *stream, void *to, si
     got = stream->rights == SOFT_RIGHTS_CLOSE
               ? soft_descriptors_receive_discarding(stream->watch.fd, to, size, &unwanted)
               : soft_descriptors_receive(stream->watch.fd, to, size, kept, &unwanted);
-    if (kept && *kept >= 0 && !soft_sealed_is_small(*kept)) {
-        soft_descriptor_discard(*kept);
-        *kept = -1;
-        stream->discarded = true;
-    }
+    for (i = 0; kept && i < SOFT_MEMORY_FILES; i++)
+        if (kept[i] >= 0 && !soft_sealed_is_small(kept[i])) {
+            soft_descriptor_discard(kept[i]);
+            kept[i] = -1;
+            stream->discarded = true;
+        }
     if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK) && stream->rights == SOFT_RIGHTS_DRAIN)
         stream->rights = SOFT_RIGHTS_REFUSED;
     if (unwanted)
@@ -95,11 +100,75 @@ static ssize_t receive(struct soft_stream *stream)
         got = stream->is_unix && stream->rights != SOFT_RIGHTS_REFUSED ? receive_with_descriptors(stream, to, room)
                                                                        : recv(stream->watch.fd, to, room, MSG_DONTWAIT);
     while (got < 0 && errno == EINTR);
-    if (got > 0) {
+    if (got > 0 && !soft_stream_uses_rings(stream)) {
         stream->in_end += (uint32_t)got;
         stream->bytes_in += (uint64_t)got;
     }
     return got;
+}
+
+/* ---- Bytes to handle ----------------------------------------------------------------------------------------- */
+
+#define RELEASE_BYTES (SOFT_RING_SIZE / 8) /* read bytes after which a producer may use their places */
+
+/* Return the bytes at hand, of which a ring may get more with each call. They may change while they are read if the
+ * peer can write to them: in a ring. */
+static const uint8_t *bytes_at_hand(struct soft_stream *stream, uint32_t *size)
+{
+    if (!soft_stream_uses_rings(stream)) {
+        *size = stream->in_end - stream->in_begin;
+        return stream->in + stream->in_begin;
+    }
+    *size = stream->ring_in.tail - stream->ring_in.head;
+    return soft_ring_bytes(&stream->ring_in);
+}
+
+/* Look whether the peer has written more to the ring, before the socket's end came. */
+static void look_for_more(struct soft_stream *stream)
+{
+    uint32_t available;
+
+    if (!soft_stream_uses_rings(stream) || stream->ended)
+        return;
+    soft_rings_disarm(stream);
+    if (!soft_ring_available(&stream->ring_in, &available))
+        soft_stream_refuse(stream, "the peer wrote an invalid index of a ring");
+}
+
+/* Let the peer use the places of the bytes that were read, and wake it if it waits for room. */
+static void release_ring(struct soft_stream *stream)
+{
+    soft_ring_release(&stream->ring_in);
+    if (soft_ring_free(&stream->ring_in) >= SOFT_RING_ROOM)
+        soft_rings_notify(stream, SOFT_WANTS_ROOM);
+}
+
+static void advance_in(struct soft_stream *stream, uint32_t done, bool in_ring)
+{
+    if (!in_ring) {
+        stream->in_begin += done;
+        return;
+    }
+    stream->ring_in.head += done;
+    stream->bytes_in += done;
+    if (stream->ring_in.head - stream->ring_in.released >= RELEASE_BYTES)
+        release_ring(stream);
+}
+
+/* Make room for the next frame: if it does not fit behind the bytes at hand, move them to the front. */
+static void make_room(struct soft_stream *stream)
+{
+    if (soft_stream_uses_rings(stream)) {
+        stream->in_begin = stream->in_end = 0; /* doorbells that came with the end of the handshake */
+        if (stream->ring_in.head != stream->ring_in.released)
+            release_ring(stream);
+    } else if (stream->in_begin == stream->in_end) {
+        stream->in_begin = stream->in_end = 0;
+    } else if (stream->in_begin && SOFT_IN_SIZE - stream->in_begin < SOFT_FRAME_SIZE + SOFT_FRAGMENT) {
+        memmove(stream->in, stream->in + stream->in_begin, stream->in_end - stream->in_begin);
+        stream->in_end -= stream->in_begin;
+        stream->in_begin = 0;
+    }
 }
 
 /* ---- Handling ------------------------------------------------------------------------------------------------ */
@@ -184,12 +253,14 @@ static bool is_message(uint8_t opcode)
 static uint32_t handle_frame(struct soft_stream *stream, const uint8_t *bytes, uint32_t size, struct handled *handled,
                              int64_t *left)
 {
+    uint8_t header[SOFT_FRAME_SIZE]; /* a copy: what is checked does not change any more */
     struct soft_frame frame;
     const char *wrong;
 
     if (size < SOFT_FRAME_SIZE)
         return 0;
-    wrong = soft_frame_parse(bytes, &frame);
+    memcpy(header, bytes, sizeof(header));
+    wrong = soft_frame_parse(header, &frame);
     if (!wrong && frame.kind != (stream->is_link ? SOFT_FRAME_RESPONSE : SOFT_FRAME_REQUEST))
         wrong = "a frame of this kind does not belong on this side";
     if (!wrong && frame.flags & SOFT_FRAME_DIRECT && !atomic_load(&stream->direct))
@@ -215,19 +286,26 @@ static uint32_t handle_frame(struct soft_stream *stream, const uint8_t *bytes, u
 }
 
 /* Return whether the next frame of an open stream is complete. */
-static bool is_frame_at_hand(const struct soft_stream *stream)
+static bool is_frame_at_hand(struct soft_stream *stream)
 {
-    uint32_t size = stream->in_end - stream->in_begin;
+    uint32_t size;
+    const uint8_t *bytes = bytes_at_hand(stream, &size);
+    uint8_t header[SOFT_FRAME_SIZE];
     struct soft_frame frame;
 
-    return size >= SOFT_FRAME_SIZE &&
-           (soft_frame_parse(stream->in + stream->in_begin, &frame) || size - SOFT_FRAME_SIZE >= frame.size);
+    if (size < SOFT_FRAME_SIZE)
+        return false;
+    memcpy(header, bytes, sizeof(header));
+    return soft_frame_parse(header, &frame) || size - SOFT_FRAME_SIZE >= frame.size;
 }
 
-/* Set whether the stream needs another turn. It gets one after the streams whose events epoll reports before `wake`. */
+/* Set whether the stream needs another turn. It gets one after the streams whose events epoll reports before `wake`; if
+ * it uses rings, from the next thread that polls, or before a thread sleeps (soft_rings_arm). */
 static void set_unfinished(struct soft_stream *stream, bool unfinished)
 {
-    if (unfinished)
+    if (unfinished && soft_stream_uses_rings(stream))
+        soft_rings_disarm(stream);
+    else if (unfinished)
         soft_fabric_wake(stream->fabric);
     if (stream->unfinished == unfinished)
         return;
@@ -245,9 +323,11 @@ static void handle(struct soft_stream *stream, int64_t *left)
     struct handled handled = {0};
     uint32_t done;
 
+    look_for_more(stream);
     do {
-        const uint8_t *bytes = stream->in + stream->in_begin;
-        uint32_t size = stream->in_end - stream->in_begin;
+        bool in_ring = soft_stream_uses_rings(stream); /* not yet, if these bytes complete the handshake */
+        uint32_t size;
+        const uint8_t *bytes = bytes_at_hand(stream, &size);
 
         if (stream->stage == SOFT_OPEN) {
             done = handle_frame(stream, bytes, size, &handled, left);
@@ -259,7 +339,7 @@ static void handle(struct soft_stream *stream, int64_t *left)
         } else {
             done = soft_handshake_handle(stream, bytes, size);
         }
-        stream->in_begin += done;
+        advance_in(stream, done, in_ring);
     } while (done && *left > 0 && !stream->refusal);
     if (handled.answers) /* even if refused: the coalesced acknowledgement must not go out over another stream */
         stream->fabric->user->batch_end(stream);
@@ -268,14 +348,7 @@ static void handle(struct soft_stream *stream, int64_t *left)
         send_answers(stream);
     else if (handled.answers)
         defer_answers(stream);
-    /* Make room for the next frame: if it does not fit behind the bytes at hand, move them to the front. */
-    if (stream->in_begin == stream->in_end) {
-        stream->in_begin = stream->in_end = 0;
-    } else if (stream->in_begin && SOFT_IN_SIZE - stream->in_begin < SOFT_FRAME_SIZE + SOFT_FRAGMENT) {
-        memmove(stream->in, stream->in + stream->in_begin, stream->in_end - stream->in_begin);
-        stream->in_end -= stream->in_begin;
-        stream->in_begin = 0;
-    }
+    make_room(stream);
     set_unfinished(stream, *left <= 0 && !stream->refusal && is_frame_at_hand(stream));
 }
 
@@ -297,12 +370,98 @@ bool soft_stream_handle_delayed(struct soft_stream *stream, const struct soft_fr
     return true;
 }
 
+bool soft_stream_receive_ring(struct soft_stream *stream)
+{
+    uint64_t before = stream->frames_in;
+    int64_t left = TURN_BYTES;
+
+    assert_held(&stream->fabric->progress);
+    if (stream->stalled || atomic_load(&stream->broken) || (stream->paused && !has_room(stream)))
+        return false;
+    handle(stream, &left);
+    if (stream->refusal) {
+        soft_stream_close(stream, stream->refused_as, stream->refusal);
+        return true;
+    }
+    return stream->frames_in != before;
+}
+
+/* Receive doorbells; until the socket is empty, if it may still have descriptors. Set whether some came. Return as
+ * receive() does. */
+static ssize_t receive_bytes(struct soft_stream *stream, bool *some)
+{
+    ssize_t got;
+
+    *some = false;
+    do {
+        got = receive(stream);
+        *some |= got > 0;
+    } while (got > 0 && stream->rights == SOFT_RIGHTS_DRAIN && !stream->refusal);
+    return got;
+}
+
+/* The end of the socket, and what is refused, epoll reports again. */
+void soft_stream_drain_doorbells(struct soft_stream *stream)
+{
+    bool some;
+
+    assert_held(&stream->fabric->progress);
+    if (!stream->rung)
+        return;
+    receive_bytes(stream, &some);
+    stream->rung = !some;
+}
+
+/* Close a stream whose socket has ended, after what its peer had written to the ring before is handled, a turn at a
+ * time. */
+static void receive_last(struct soft_stream *stream, const char *reason)
+{
+    int64_t left = TURN_BYTES;
+    uint32_t room;
+
+    look_for_more(stream);
+    soft_mutex_take(&stream->tx);
+    if (!soft_ring_room(&stream->ring_out, &room)) /* why this side broke the stream */
+        soft_stream_refuse(stream, "the peer wrote an invalid index of a ring");
+    soft_mutex_give(&stream->tx);
+    stream->ended = true;
+    if (!atomic_load(&stream->broken) && !stream->stalled)
+        handle(stream, &left);
+    if (stream->refusal)
+        soft_stream_close(stream, stream->refused_as, stream->refusal);
+    else if (!stream->unfinished)
+        soft_stream_close(stream, SOFT_END_LOST, reason);
+}
+
+/* Read from the socket of a stream that uses rings, and then from the ring. */
+static bool receive_doorbells(struct soft_stream *stream)
+{
+    bool some;
+    ssize_t got = receive_bytes(stream, &some);
+
+    if (got == 0 || (got < 0 && errno != EAGAIN && errno != EWOULDBLOCK)) {
+        receive_last(stream, got ? strerror(errno) : "the peer closed the connection");
+        return true;
+    }
+    if (some) {
+        soft_rings_disarm(stream); /* the peer has taken the wish away */
+        stream->rung = false;
+    }
+    if (stream->refusal) {
+        soft_stream_close(stream, stream->refused_as, stream->refusal);
+        return true;
+    }
+    return soft_stream_receive_ring(stream);
+}
+
 bool soft_stream_receive(struct soft_stream *stream)
 {
     bool something = false;
     int64_t left = TURN_BYTES;
 
     assert_held(&stream->fabric->progress);
+    if (soft_stream_uses_rings(stream))
+        return receive_doorbells(stream);
     if (stream->stalled)
         return false;
     if (stream->unfinished || (stream->paused && has_room(stream))) { /* frames that had to wait come first */
@@ -326,6 +485,8 @@ bool soft_stream_receive(struct soft_stream *stream)
         if (stream->refusal)
             break; /* for a descriptor that came with the bytes */
         handle(stream, &left);
+        if (soft_stream_uses_rings(stream) && !stream->refusal)
+            return soft_stream_receive_ring(stream); /* the handshake is over */
         if ((uint32_t)got < room && stream->rights != SOFT_RIGHTS_DRAIN)
             break; /* the socket was empty */
     }

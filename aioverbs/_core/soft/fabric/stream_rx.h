@@ -13,6 +13,12 @@ struct soft_stream;
  * one freed. */
 bool soft_stream_receive(struct soft_stream *stream);
 
+/* The same for a stream that uses rings, without a look at the socket. Return false if no frame was handled. */
+bool soft_stream_receive_ring(struct soft_stream *stream);
+
+/* Read the doorbell from the socket whose frames were read before: it would wake a thread for nothing. */
+void soft_stream_drain_doorbells(struct soft_stream *stream);
+
 /* Send deferred answers, if there are any. Answers to messages are not urgent for a thread that polls: its own next
  * message is sent first, and the answers when it finds nothing more to do, or stops polling. Answers are deferred only
  * while the fabric thread yields, which comes back within YIELD_MS and sends them. */

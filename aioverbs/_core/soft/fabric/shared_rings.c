@@ -1,0 +1,280 @@
+/* Rings of a stream: how they are made and mapped, and how the two sides wake each other. */
+#define _GNU_SOURCE
+#include "soft/fabric/shared_rings.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "soft/base/fork_fds.h"
+#include "soft/base/lock_order.h"
+#include "soft/base/memfd.h"
+#include "soft/base/settings.h"
+#include "soft/fabric/handshake_wire.h"
+#include "soft/fabric/ring.h"
+#include "soft/fabric/stream.h"
+#include "soft/fabric/stream_rx.h"
+
+/* The file: the words of both sides, then the ring of the connecting side, then that of the accepting one. Parts begin
+ * at multiples of the page size of every kernel. */
+#define WORDS_SIZE (64u << 10)
+_Static_assert(SOFT_RINGS_FILE == WORDS_SIZE + 2 * SOFT_RING_SIZE, "");
+#define MAPPED_SIZE (WORDS_SIZE + 4 * SOFT_RING_SIZE)
+
+struct ring_words {
+    struct soft_ring_side sides[2]; /* connecting, accepting */
+};
+_Static_assert(sizeof(struct ring_words) <= 4096, "one page");
+
+/* ---- Mapping ------------------------------------------------------------------------------------------------- */
+
+static bool map_part(uint8_t *at, size_t size, int fd, off_t offset)
+{
+    return mmap(at, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, offset) != MAP_FAILED;
+}
+
+/* Map the words, and each ring twice. The child of a fork has none of it. Return NULL and errno if that fails. */
+static uint8_t *map_rings(int fd)
+{
+    uint8_t *memory = mmap(NULL, MAPPED_SIZE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    uint8_t *at = memory == MAP_FAILED ? NULL : memory + WORDS_SIZE;
+    unsigned int i;
+    bool mapped;
+
+    if (!at)
+        return NULL;
+    mapped = map_part(memory, WORDS_SIZE, fd, 0);
+    for (i = 0; i < 4 && mapped; i++)
+        mapped = map_part(at + i * SOFT_RING_SIZE, SOFT_RING_SIZE, fd, WORDS_SIZE + i / 2 * SOFT_RING_SIZE);
+    if (mapped && !madvise(memory, MAPPED_SIZE, MADV_DONTFORK))
+        return memory;
+    i = (unsigned int)errno;
+    munmap(memory, MAPPED_SIZE);
+    errno = (int)i;
+    return NULL;
+}
+
+/* Have the stream use the mapping. The file is new: all indices are 0. */
+static void set_rings(struct soft_stream *stream, uint8_t *memory)
+{
+    struct soft_ring_side *sides = ((struct ring_words *)(void *)memory)->sides;
+    uint8_t *rings[2] = {memory + WORDS_SIZE, memory + WORDS_SIZE + 2 * SOFT_RING_SIZE};
+    unsigned int own = stream->is_link ? 0 : 1;
+
+    soft_mutex_take(&stream->tx);
+    stream->ring_memory = memory;
+    stream->ring_in = (struct soft_ring_consumer){.data = rings[!own], .own = &sides[own], .peer = &sides[!own]};
+    stream->ring_out = (struct soft_ring_producer){.data = rings[own], .own = &sides[own], .peer = &sides[!own]};
+    soft_mutex_give(&stream->tx);
+    stream->why_not_rings[0] = 0;
+}
+
+void soft_rings_unmap(struct soft_stream *stream)
+{
+    struct soft_fabric *fabric = stream->fabric;
+
+    if (!stream->ring_memory)
+        return;
+    if (stream->ring_place) {
+        *stream->ring_place = stream->next_ring;
+        if (stream->next_ring)
+            stream->next_ring->ring_place = stream->ring_place;
+        stream->ring_place = NULL;
+        fabric->ring_count--;
+        fabric->unarmed -= !stream->armed;
+    }
+    munmap(stream->ring_memory, MAPPED_SIZE);
+    stream->ring_memory = NULL;
+    stream->ring_in = (struct soft_ring_consumer){.data = NULL};
+    stream->ring_out = (struct soft_ring_producer){.data = NULL};
+}
+
+/* ---- The handshake ------------------------------------------------------------------------------------------- */
+
+static void set_why_not(struct soft_stream *stream, const char *what, int error)
+{
+    snprintf(stream->why_not_rings, sizeof(stream->why_not_rings), "%s%s%s", what, error ? ": " : "",
+             error ? strerror(error) : "");
+}
+
+/* Return NULL, or why the stream has no rings. */
+static const char *find_obstacle(const struct soft_stream *stream)
+{
+    if (!stream->is_unix)
+        return "the connection is over TCP";
+    if (!stream->fabric->settings.rings)
+        return "AIOVERBS_SOFT_RINGS is 0";
+    if (stream->uid != geteuid())
+        return "the peer runs as another user";
+    return NULL;
+}
+
+int soft_rings_offer(struct soft_stream *stream, struct soft_hello *hello)
+{
+    const char *why = find_obstacle(stream);
+    uint8_t *memory = NULL;
+    int fd;
+
+    assert_held(&stream->fabric->progress);
+    if (why) {
+        set_why_not(stream, why, 0);
+        return -1;
+    }
+    fd = soft_sealed_create("aioverbs-rings", SOFT_RINGS_FILE, F_SEAL_SEAL);
+    if (fd >= 0)
+        memory = map_rings(fd);
+    if (!memory) {
+        set_why_not(stream, "no memory to share", errno);
+        soft_descriptor_close(fd);
+        return -1;
+    }
+    set_rings(stream, memory);
+    hello->flags |= SOFT_HELLO_RINGS;
+    return fd;
+}
+
+bool soft_rings_accept(struct soft_stream *stream, const struct soft_hello *hello)
+{
+    int *fd = &stream->received_fds[hello->flags & SOFT_HELLO_DIRECT ? 1 : 0]; /* behind the copy tokens */
+    const char *why = find_obstacle(stream);
+    uint8_t *memory = NULL;
+    int error = 0;
+
+    assert_held(&stream->fabric->progress);
+    if (!(hello->flags & SOFT_HELLO_RINGS)) {
+        set_why_not(stream, why ? why : "the peer does not offer rings", 0);
+        return false;
+    }
+    /* A file that can shrink would make accesses fail. */
+    if (!why && (*fd < 0 || soft_sealed_bytes(*fd) != (off_t)SOFT_RINGS_FILE))
+        why = "the file of rings is not sealed or has another size";
+    if (!why) {
+        memory = map_rings(*fd);
+        error = memory ? 0 : errno;
+        why = memory ? NULL : "the file of rings cannot be mapped";
+    }
+    soft_descriptor_close(*fd);
+    *fd = -1;
+    if (why)
+        set_why_not(stream, why, error);
+    else
+        set_rings(stream, memory);
+    return memory;
+}
+
+void soft_rings_decline(struct soft_stream *stream, const char *why)
+{
+    if (!stream->ring_memory)
+        return;
+    soft_mutex_take(&stream->tx);
+    soft_rings_unmap(stream);
+    soft_mutex_give(&stream->tx);
+    set_why_not(stream, why, 0);
+}
+
+void soft_rings_open(struct soft_stream *stream)
+{
+    struct soft_fabric *fabric = stream->fabric;
+
+    assert_held(&fabric->progress);
+    stream->armed = stream->rung = stream->ended = false;
+    if (!stream->ring_memory)
+        return;
+    stream->next_ring = fabric->ring_streams;
+    stream->ring_place = &fabric->ring_streams;
+    if (stream->next_ring)
+        stream->next_ring->ring_place = &stream->next_ring;
+    if (fabric->hot == stream)
+        fabric->hot = NULL; /* its socket is no more to be read with each poll */
+    fabric->ring_streams = stream;
+    fabric->ring_count++;
+    fabric->unarmed++;
+}
+
+/* ---- Waking the peer ----------------------------------------------------------------------------------------- */
+
+void soft_rings_notify(struct soft_stream *stream, uint32_t what)
+{
+    if (soft_ring_answer(stream->ring_out.peer, what))
+        (void)send(stream->watch.fd, "", 1,
+                   MSG_DONTWAIT | MSG_NOSIGNAL); /* fails if the socket is full, or has ended */
+}
+
+/* The consumer wakes this side with its next store that leaves SOFT_RING_ROOM; or that was before, and is seen here. */
+bool soft_rings_want_room(struct soft_stream *stream)
+{
+    uint32_t room = 0;
+
+    assert_held(&stream->tx);
+    soft_ring_want(stream->ring_out.own, SOFT_WANTS_ROOM);
+    atomic_thread_fence(memory_order_seq_cst);
+    if (!soft_ring_room(&stream->ring_out, &room) || room < SOFT_RING_ROOM)
+        return false;
+    soft_ring_unwant(stream->ring_out.own, SOFT_WANTS_ROOM);
+    return true;
+}
+
+/* ---- Being woken --------------------------------------------------------------------------------------------- */
+
+void soft_rings_disarm(struct soft_stream *stream)
+{
+    assert_held(&stream->fabric->progress);
+    if (!stream->armed)
+        return;
+    stream->rung |= !soft_ring_unwant(stream->ring_in.own, SOFT_WANTS_BYTES);
+    stream->armed = false;
+    stream->fabric->unarmed++;
+}
+
+/* Return whether the stream's bytes are not waited for: they are not handled now, or will be soon. */
+static bool is_not_to_arm(const struct soft_stream *stream)
+{
+    return stream->armed || stream->stalled || stream->paused || stream->unfinished || stream->ended ||
+           atomic_load(&stream->broken);
+}
+
+/* Ask for room again if the ring is full: a doorbell for bytes took that wish away. Return whether it is there. */
+static bool want_room_again(struct soft_stream *stream)
+{
+    bool room;
+
+    if (!atomic_load_explicit(&stream->starved, memory_order_relaxed))
+        return false;
+    soft_mutex_take(&stream->tx);
+    room = atomic_load_explicit(&stream->starved, memory_order_relaxed) && soft_rings_want_room(stream);
+    soft_mutex_give(&stream->tx);
+    return room;
+}
+
+bool soft_rings_arm(struct soft_fabric *fabric)
+{
+    struct soft_stream *stream;
+    bool something = false;
+
+    assert_held(&fabric->progress);
+    if (!fabric->unarmed)
+        return false;
+    for (stream = fabric->ring_streams; stream; stream = stream->next_ring)
+        if (!is_not_to_arm(stream)) {
+            soft_stream_drain_doorbells(stream);
+            soft_ring_want(stream->ring_in.own, SOFT_WANTS_BYTES);
+        }
+    atomic_thread_fence(memory_order_seq_cst);
+    for (stream = fabric->ring_streams; stream; stream = stream->next_ring) {
+        something |= (stream->unfinished && !stream->stalled) || want_room_again(stream);
+        if (is_not_to_arm(stream))
+            continue;
+        if (soft_ring_has_news(&stream->ring_in)) {
+            stream->rung |= !soft_ring_unwant(stream->ring_in.own, SOFT_WANTS_BYTES);
+            something = true;
+        } else {
+            stream->armed = true;
+            fabric->unarmed--;
+        }
+    }
+    return something;
+}

@@ -1,0 +1,61 @@
+/* Streams whose bytes go through rings in shared memory (soft/fabric/ring.h): between processes of one user and host.
+ *
+ * The connecting side makes a sealed memory file with both rings, and sends it with HELLO. Once the handshake is over,
+ * frames go through the rings only. The socket stays: its end tells that the peer is gone, and its bytes are doorbells.
+ * A doorbell is one byte of any value. It is sent to a peer that wants to be woken (soft_ring_answer), so a peer that
+ * is awake costs no system call. A socket that takes no more bytes has enough of them to wake its reader.
+ *
+ * A stream that is `armed` has its peer ring for bytes. This holds whenever no thread will look at the rings by itself:
+ *
+ * - the fabric thread arms all streams before it sleeps in epoll_wait;
+ * - a thread that polls leaves streams unarmed only while the fabric thread yields to it, and comes back within
+ *   YIELD_MS;
+ * - a thread that stops polling, to sleep on the wakeup channel, arms all streams.
+ *
+ * A thread that arms a stream looks at its ring once more. All under progress, unless noted otherwise. */
+#ifndef AIOVERBS_SOFT_FABRIC_SHARED_RINGS_H
+#define AIOVERBS_SOFT_FABRIC_SHARED_RINGS_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#define SOFT_RINGS_FILE (576u << 10) /* bytes of the memory file of a stream */
+
+struct soft_fabric;
+struct soft_hello;
+struct soft_stream;
+
+/* ---- The handshake ------------------------------------------------------------------------------------------- */
+
+/* Link: make rings, and offer them in HELLO. Return the descriptor to send, which the caller closes, or -1. */
+int soft_rings_offer(struct soft_stream *stream, struct soft_hello *hello);
+
+/* Served: map the rings that came with HELLO. Return whether there are any; if not, the reason is recorded. */
+bool soft_rings_accept(struct soft_stream *stream, const struct soft_hello *hello);
+
+/* Link: the peer does not use the rings. */
+void soft_rings_decline(struct soft_stream *stream, const char *why);
+
+/* The stream opens: frames go through its rings from here on, if it has any. */
+void soft_rings_open(struct soft_stream *stream);
+
+/* Unmap the rings. Under tx, too, if the stream may be used by senders. */
+void soft_rings_unmap(struct soft_stream *stream);
+
+/* ---- Waking the peer ----------------------------------------------------------------------------------------- */
+
+/* Have the peer woken if it wants `what`, which was just published. Under progress or tx. */
+void soft_rings_notify(struct soft_stream *stream, uint32_t what);
+
+/* Have this side woken when there is room in the ring. Under tx. Return whether there is room already. */
+bool soft_rings_want_room(struct soft_stream *stream);
+
+/* ---- Being woken --------------------------------------------------------------------------------------------- */
+
+/* The peer need not ring for bytes: this thread looks at the ring by itself. */
+void soft_rings_disarm(struct soft_stream *stream);
+
+/* Arm all streams. Return whether one of them has something to handle: it is not armed then. */
+bool soft_rings_arm(struct soft_fabric *fabric);
+
+#endif

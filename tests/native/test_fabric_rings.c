@@ -12,10 +12,12 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "soft/base/epoch.h"
 #include "soft/base/memfd.h"
 #include "soft/fabric/ring.h"
 #include "soft/fabric/shared_rings.h"
 #include "soft/fabric/stream.h"
+#include "soft/fabric/stream_rx.h"
 
 static struct node *a, *b;
 static struct sender honest; /* an honest peer of b that must not be affected */
@@ -525,7 +527,114 @@ static void a_peer_that_ends(void)
     close_nodes();
 }
 
+/* ---- Streams that end between two turns ---------------------------------------------------------------------- */
+
+/* Take progress of b, and return its stream of the peer that the test plays; if it is not open yet, return NULL. */
+static struct soft_stream *take_served(void)
+{
+    struct soft_stream *stream;
+
+    soft_mutex_take(&b->device.fabric->progress);
+    for (stream = b->device.fabric->streams; stream; stream = stream->next)
+        if (stream->peer[0].raw[0] == 7 && soft_stream_uses_rings(stream))
+            return stream;
+    soft_mutex_give(&b->device.fabric->progress);
+    return NULL;
+}
+
+/* Take progress of b, have 400 small requests written, and give the stream one turn. Return the stream at b: it has
+ * complete frames left. The caller gives progress back. */
+static struct soft_stream *leave_unfinished(struct soft_stream *peer, enum ibv_wr_opcode opcode, uint32_t size)
+{
+    struct soft_stream *stream;
+    unsigned int i;
+
+    REQUIRE(grace_ready());
+    while (!(stream = take_served()))
+        sleep_us(200);
+    for (i = 0; i < 400; i++)
+        CHECK(write_request(peer, opcode, i, size) > 0);
+    CHECK(soft_stream_receive_ring(stream));
+    CHECK(stream->unfinished);
+    return stream;
+}
+
+/* A stream that this side breaks while it has frames left is closed, and so is one that is stalled when its peer dies:
+ * neither is read any more. */
+static void an_unfinished_stream_that_ends(void)
+{
+    struct soft_stream peer, *stream;
+
+    open_nodes();
+    open_peer(&peer);
+    stream = leave_unfinished(&peer, IBV_WR_SEND, 10);
+    soft_mutex_take(&stream->tx);
+    soft_stream_break(stream);
+    soft_mutex_give(&stream->tx);
+    soft_mutex_give(&b->device.fabric->progress);
+    EVENTUALLY(stats_of(b).streams == 1 && stats_of(b).lost == 1);
+    drop_peer(&peer);
+
+    open_peer(&peer);
+    stream = leave_unfinished(&peer, IBV_WR_SEND, 10);
+    soft_mutex_take(&stream->tx);
+    stream->stalled = true; /* as soft_fabric_stall() does */
+    soft_stream_watch(stream);
+    soft_mutex_give(&stream->tx);
+    soft_mutex_give(&b->device.fabric->progress);
+    drop_peer(&peer);
+    EVENTUALLY(stats_of(b).streams == 1 && stats_of(b).lost == 2);
+    close_nodes();
+}
+
+/* The reason is known although the peer takes its invalid index back before the stream is closed. */
+static void an_index_that_is_restored(void)
+{
+    struct soft_stream peer, *stream;
+
+    open_nodes();
+    open_peer(&peer);
+    atomic_store(&peer.ring_in.own->head, 1u << 31);
+    stream = leave_unfinished(&peer, IBV_WR_RDMA_READ, 4000);
+    CHECK(atomic_load(&stream->broken));
+    atomic_store(&peer.ring_in.own->head, 0);
+    soft_mutex_give(&b->device.fabric->progress);
+    expect_refused(&peer, "an invalid index of a ring", 1, HERE);
+    close_nodes();
+}
+
+/* A link is closed likewise, and then the queue pairs that wait for it are told. */
+static void an_unfinished_link_that_breaks(void)
+{
+    struct soft_link *link;
+    unsigned int i, before;
+
+    open_nodes();
+    REQUIRE(grace_ready());
+    link = honest.link;
+    soft_mutex_take(&a->device.fabric->progress);
+    before = b->requests;
+    for (i = 0; i < 4; i++) { /* each time as many answers as have room */
+        sender_want(&honest, IBV_WR_SEND, 100, 10);
+        EVENTUALLY(b->requests == before + (i + 1) * 100);
+    }
+    EVENTUALLY(soft_ring_has_news(&link->stream.ring_in));
+    while (!link->stream.unfinished)
+        soft_stream_receive_ring(&link->stream);
+    soft_mutex_give(&a->device.fabric->progress);
+    soft_copy_tokens_give_up(link);
+    EVENTUALLY(stats_of(a).lost == 1);
+    before = a->responses;
+    sender_want(&honest, IBV_WR_SEND, 1, 10);
+    CHECK(sender_finish(&honest)); /* over a new connection */
+    EVENTUALLY(a->responses == before + 1);
+    CHECK_EQ(stats_of(a).connected, 2);
+    close_nodes();
+}
+
 CHECK_MAIN_ONCE(CASE(indices_out_of_range), CASE(an_index_that_goes_back), CASE(garbage_closes_the_stream),
                 CASE(doorbells_for_nothing), CASE(a_frame_in_pieces), CASE(a_peer_that_reads_nothing),
                 CASE(memory_that_changes_while_it_is_read), CASE(an_accepting_side_that_lies),
-                CASE(files_that_are_no_rings), CASE(either_side_may_decline), CASE(a_peer_that_ends))
+                CASE(files_that_are_no_rings), CASE(either_side_may_decline), CASE(a_peer_that_ends),
+                CASE(an_unfinished_stream_that_ends), CASE(an_index_that_is_restored),
+                CASE(an_unfinished_link_that_breaks))

@@ -12,7 +12,8 @@ bool soft_ring_room(struct soft_ring_producer *ring, uint32_t *room)
     uint32_t head = atomic_load_explicit(&ring->peer->head, memory_order_acquire);
 
     /* Between the last index and the own one: it has neither gone back nor passed what was written. */
-    if (head - ring->head > ring->tail - ring->head)
+    ring->invalid |= head - ring->head > ring->tail - ring->head;
+    if (ring->invalid)
         return false;
     ring->head = head;
     *room = SOFT_RING_SIZE - (ring->tail - head);

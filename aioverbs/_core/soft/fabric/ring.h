@@ -60,6 +60,7 @@ struct soft_ring_producer {
     struct soft_ring_side *own, *peer;
     uint32_t tail; /* own index */
     uint32_t head; /* last index that was read of the peer */
+    bool invalid;  /* the peer's index was invalid once: what the peer writes later changes nothing */
 };
 
 struct soft_ring_consumer {
@@ -72,11 +73,11 @@ struct soft_ring_consumer {
 
 /* ---- The producer -------------------------------------------------------------------------------------------- */
 
-/* Look how much room there is. Return false if the peer's index is invalid. */
+/* Look how much room there is. Return false if the peer's index is invalid, or was. */
 bool soft_ring_room(struct soft_ring_producer *ring, uint32_t *room);
 
 /* Write as many bytes of the pieces as there is room for, and publish them. Return their number, or -1 if the peer's
- * index is invalid. */
+ * index is invalid, or was. */
 int32_t soft_ring_write(struct soft_ring_producer *ring, const struct iovec *pieces, unsigned int count);
 
 /* ---- The consumer -------------------------------------------------------------------------------------------- */

@@ -265,7 +265,8 @@ bool soft_rings_arm(struct soft_fabric *fabric)
         }
     atomic_thread_fence(memory_order_seq_cst);
     for (stream = fabric->ring_streams; stream; stream = stream->next_ring) {
-        something |= (stream->unfinished && !stream->stalled) || want_room_again(stream);
+        something |=
+            (stream->unfinished && !stream->stalled && !atomic_load(&stream->broken)) || want_room_again(stream);
         if (is_not_to_arm(stream))
             continue;
         if (soft_ring_has_news(&stream->ring_in)) {

@@ -413,23 +413,23 @@ void soft_stream_drain_doorbells(struct soft_stream *stream)
 }
 
 /* Close a stream whose socket has ended, after what its peer had written to the ring before is handled, a turn at a
- * time. */
+ * time. A stream that is broken or stalled is not read any more, so it is closed at once, whatever is left. */
 static void receive_last(struct soft_stream *stream, const char *reason)
 {
     int64_t left = TURN_BYTES;
-    uint32_t room;
+    bool reads = !atomic_load(&stream->broken) && !stream->stalled;
 
     look_for_more(stream);
     soft_mutex_take(&stream->tx);
-    if (!soft_ring_room(&stream->ring_out, &room)) /* why this side broke the stream */
+    if (stream->ring_out.invalid) /* why this side broke the stream */
         soft_stream_refuse(stream, "the peer wrote an invalid index of a ring");
     soft_mutex_give(&stream->tx);
     stream->ended = true;
-    if (!atomic_load(&stream->broken) && !stream->stalled)
+    if (reads)
         handle(stream, &left);
     if (stream->refusal)
         soft_stream_close(stream, stream->refused_as, stream->refusal);
-    else if (!stream->unfinished)
+    else if (!reads || !stream->unfinished)
         soft_stream_close(stream, SOFT_END_LOST, reason);
 }
 

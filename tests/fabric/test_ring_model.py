@@ -198,3 +198,35 @@ def test_one_of_two_wakers_rings() -> None:
     found = ends(notify(1), other, wait(1))
     assert all(over for _, over in found)
     assert all(results.get("taken 1", 0) + results.get("other taken 1", 0) <= 1 for results, _ in found)
+
+
+# ---- Room, for which a thread asks while another one sleeps --------------------------------------------------------
+
+# One thread finds the ring full, asks for room, and leaves the rest to the thread that sleeps. That one sends what is
+# left when it is woken, if it sees that the ring is full.
+ASKING = (
+    Step("store", "starved", 1),
+    Step("store", "wants", 1),
+    Step("fence"),
+    Step("load", "index", result="room", order="acquire"),
+)
+SLEEPING = (
+    Step("sleep", "bell"),
+    Step("load", "starved", result="starved"),
+)
+
+
+def stays_full(asking: tuple[Step, ...], sleeping: tuple[Step, ...]) -> bool:
+    """Return whether room may come that neither thread of the sender notices."""
+    found = ends(asking, notify(1), sleeping)
+    return any(not results["room"] and not (over and results["starved"]) for results, over in found)
+
+
+def test_room_is_noticed_by_one_of_two_threads() -> None:
+    assert not stays_full(ASKING, SLEEPING)
+
+
+def test_a_full_ring_that_is_noted_too_late_is_found() -> None:
+    noted_last = (*ASKING[1:], ASKING[0])
+    assert stays_full(noted_last, SLEEPING)
+    assert stays_full(without(ASKING, 2), SLEEPING)

@@ -280,6 +280,25 @@ static void a_peer_that_reads_nothing(void)
     close_nodes();
 }
 
+/* A ring is marked as full before room is asked for: the thread that reads the doorbell sends only if it is. */
+static void room_that_is_asked_for(void)
+{
+    struct soft_stream peer;
+
+    open_nodes();
+    open_peer(&peer);
+    soft_mutex_take(&b->device.fabric->progress); /* nothing is read */
+    while (write_request(&peer, IBV_WR_SEND, 1, SOFT_FRAGMENT) > 0)
+        ;
+    soft_mutex_take(&peer.tx);
+    CHECK(!soft_rings_want_room(&peer));
+    CHECK(atomic_load(&peer.starved));
+    soft_mutex_give(&peer.tx);
+    soft_mutex_give(&b->device.fabric->progress);
+    drop_peer(&peer);
+    close_nodes();
+}
+
 /* ---- Memory that changes while it is read -------------------------------------------------------------------- */
 
 struct scribbler {
@@ -634,7 +653,7 @@ static void an_unfinished_link_that_breaks(void)
 
 CHECK_MAIN_ONCE(CASE(indices_out_of_range), CASE(an_index_that_goes_back), CASE(garbage_closes_the_stream),
                 CASE(doorbells_for_nothing), CASE(a_frame_in_pieces), CASE(a_peer_that_reads_nothing),
-                CASE(memory_that_changes_while_it_is_read), CASE(an_accepting_side_that_lies),
-                CASE(files_that_are_no_rings), CASE(either_side_may_decline), CASE(a_peer_that_ends),
-                CASE(an_unfinished_stream_that_ends), CASE(an_index_that_is_restored),
+                CASE(room_that_is_asked_for), CASE(memory_that_changes_while_it_is_read),
+                CASE(an_accepting_side_that_lies), CASE(files_that_are_no_rings), CASE(either_side_may_decline),
+                CASE(a_peer_that_ends), CASE(an_unfinished_stream_that_ends), CASE(an_index_that_is_restored),
                 CASE(an_unfinished_link_that_breaks))

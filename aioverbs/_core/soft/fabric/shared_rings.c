@@ -204,12 +204,15 @@ void soft_rings_notify(struct soft_stream *stream, uint32_t what)
                    MSG_DONTWAIT | MSG_NOSIGNAL); /* fails if the socket is full, or has ended */
 }
 
-/* The consumer wakes this side with its next store that leaves SOFT_RING_ROOM; or that was before, and is seen here. */
+/* The consumer wakes this side with its next store that leaves SOFT_RING_ROOM; or that was before, and is seen here. The
+ * doorbell may be read at once, by a thread that sends what is queued if it sees `starved`. So that is set before the
+ * fence, too: where that thread does not see it, the consumer's store was before, and is seen here. */
 bool soft_rings_want_room(struct soft_stream *stream)
 {
     uint32_t room = 0;
 
     assert_held(&stream->tx);
+    atomic_store_explicit(&stream->starved, true, memory_order_relaxed);
     soft_ring_want(stream->ring_out.own, SOFT_WANTS_ROOM);
     atomic_thread_fence(memory_order_seq_cst);
     if (!soft_ring_room(&stream->ring_out, &room) || room < SOFT_RING_ROOM)

@@ -47,7 +47,8 @@ void soft_rings_unmap(struct soft_stream *stream);
 /* Have the peer woken if it wants `what`, which was just published. Under progress or tx. */
 void soft_rings_notify(struct soft_stream *stream, uint32_t what);
 
-/* Have this side woken when there is room in the ring. Under tx. Return whether there is room already. */
+/* Have this side woken when there is room in the ring, which is `starved` until the caller has sent what is queued.
+ * Under tx. Return whether there is room already. */
 bool soft_rings_want_room(struct soft_stream *stream);
 
 /* ---- Being woken --------------------------------------------------------------------------------------------- */

@@ -312,17 +312,14 @@ static void queue_unsent(struct soft_stream *stream, const struct iovec *pieces,
     }
 }
 
-/* Note whether the ring is full. A stream that is not has no use for the peer's doorbell. */
-static void set_starved(struct soft_stream *stream)
+/* All is sent: the stream has no use for the peer's doorbell. */
+static void end_starving(struct soft_stream *stream)
 {
-    bool starved = stream->blocked && stream->ring_out.data;
-
     assert_held(&stream->tx);
-    if (atomic_load_explicit(&stream->starved, memory_order_relaxed) == starved)
+    if (!atomic_load_explicit(&stream->starved, memory_order_relaxed))
         return;
-    if (!starved)
-        soft_ring_unwant(stream->ring_out.own, SOFT_WANTS_ROOM);
-    atomic_store_explicit(&stream->starved, starved, memory_order_relaxed);
+    soft_ring_unwant(stream->ring_out.own, SOFT_WANTS_ROOM);
+    atomic_store_explicit(&stream->starved, false, memory_order_relaxed);
 }
 
 void soft_stream_flush(struct soft_stream *stream)
@@ -340,9 +337,10 @@ void soft_stream_flush(struct soft_stream *stream)
         stream->out_begin += (uint32_t)sent;
         stream->blocked = stream->out_begin != stream->out_end;
     } while (stream->blocked && stream->ring_out.data && soft_rings_want_room(stream));
-    if (!stream->blocked)
-        stream->out_begin = stream->out_end = 0;
-    set_starved(stream);
+    if (stream->blocked)
+        return;
+    stream->out_begin = stream->out_end = 0;
+    end_starving(stream);
 }
 
 int soft_stream_write(struct soft_stream *stream, const struct soft_frame *frame, const struct iovec *data,

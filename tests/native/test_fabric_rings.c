@@ -67,22 +67,35 @@ static void drop_peer(struct soft_stream *peer)
     soft_stream_destroy(peer);
 }
 
-/* Send HELLO with a descriptor, or -1. Return whether the peer uses the rings that it is of. */
-static bool say_hello(struct soft_stream *peer, struct soft_hello *hello, int rings)
+static void send_hello(struct soft_stream *peer, struct soft_hello *hello, const int files[SOFT_MEMORY_FILES])
 {
-    uint8_t bytes[SOFT_HELLO_SIZE], proof[SOFT_PROOF_SIZE];
-    static const uint8_t none[SOFT_DIGEST];
-    struct soft_welcome welcome;
+    uint8_t bytes[SOFT_HELLO_SIZE];
 
     memset(hello->gids, 7, sizeof(hello->gids));
     memcpy(hello->wanted, &b->device.gids[0], sizeof(hello->wanted));
     soft_hello_pack(hello, bytes);
-    REQUIRE(soft_stream_send_message(peer, bytes, sizeof(bytes), (const int[SOFT_MEMORY_FILES]){rings, -1}));
+    REQUIRE(soft_stream_send_message(peer, bytes, sizeof(bytes), files));
+}
+
+/* Complete the handshake. Return whether the peer uses rings. */
+static bool expect_welcome(struct soft_stream *peer)
+{
+    uint8_t bytes[SOFT_WELCOME_SIZE], proof[SOFT_PROOF_SIZE];
+    static const uint8_t none[SOFT_DIGEST];
+    struct soft_welcome welcome;
+
     REQUIRE(raw_read(peer->watch.fd, bytes, SOFT_WELCOME_SIZE));
     REQUIRE(!soft_welcome_parse(bytes, &welcome));
     soft_proof_pack(none, proof);
     REQUIRE_EQ(send(peer->watch.fd, proof, sizeof(proof), MSG_NOSIGNAL), SOFT_PROOF_SIZE);
     return welcome.flags & SOFT_HELLO_RINGS;
+}
+
+/* Send HELLO with a descriptor, or -1. Return whether the peer uses the rings that it is of. */
+static bool say_hello(struct soft_stream *peer, struct soft_hello *hello, int rings)
+{
+    send_hello(peer, hello, (const int[SOFT_MEMORY_FILES]){rings, -1});
+    return expect_welcome(peer);
 }
 
 /* Connect to b. Return another mapping of the rings' file if `mapped`. */
@@ -391,14 +404,11 @@ static int accept_rings(struct soft_stream *peer, int listener)
     REQUIRE_EQ(recvmsg(peer->watch.fd, &message, MSG_WAITALL), SOFT_HELLO_SIZE);
     REQUIRE(!soft_hello_parse(hello_bytes, &hello) && hello.flags & SOFT_HELLO_RINGS);
     memcpy(peer->received_fds, CMSG_DATA(&control.header), control.header.cmsg_len - CMSG_LEN(0));
-    if (hello.flags & SOFT_HELLO_DIRECT) {
-        close(peer->received_fds[0]);
-        peer->received_fds[0] = -1;
-    }
     soft_mutex_take(&a->device.fabric->progress);
     mapped = soft_rings_accept(peer, &hello);
     soft_mutex_give(&a->device.fabric->progress);
     REQUIRE(mapped);
+    soft_stream_drop_received(peer);
     memcpy(welcome.gids, b->device.gids, sizeof(welcome.gids));
     soft_welcome_pack(&welcome, bytes);
     CHECK_EQ(send(peer->watch.fd, bytes, SOFT_WELCOME_SIZE, MSG_NOSIGNAL), SOFT_WELCOME_SIZE);
@@ -468,13 +478,10 @@ static void files_that_are_no_rings(void)
             fd = soft_sealed_create("aioverbs-test", SOFT_RINGS_FILE, F_SEAL_WRITE); /* cannot be mapped */
         make_peer(&peer, true, raw_connect(b));
         if (i == 1) { /* which is rejected at once: its last close may take long */
-            uint8_t bytes[SOFT_HELLO_SIZE];
+            uint8_t bytes[SOFT_WELCOME_SIZE];
 
             REQUIRE_EQ(ftruncate(fd, SOFT_RINGS_FILE), 0);
-            memset(hello.gids, 7, sizeof(hello.gids));
-            memcpy(hello.wanted, &b->device.gids[0], sizeof(hello.wanted));
-            soft_hello_pack(&hello, bytes);
-            REQUIRE(soft_stream_send_message(&peer, bytes, sizeof(bytes), (const int[SOFT_MEMORY_FILES]){fd, -1}));
+            send_hello(&peer, &hello, (const int[SOFT_MEMORY_FILES]){fd, -1});
             REQUIRE(raw_read(peer.watch.fd, bytes, SOFT_WELCOME_SIZE));
             CHECK(!(bytes[10] & SOFT_HELLO_RINGS));
         } else {
@@ -488,6 +495,65 @@ static void files_that_are_no_rings(void)
         EVENTUALLY(stats_of(b).streams == 1);
     }
     close_nodes();
+}
+
+/* Files that come with HELLO and serve no purpose do not stay open as long as the stream. */
+static void files_that_nobody_asked_for(void)
+{
+    struct soft_hello hello = {.flags = 0};
+    unsigned int before, i;
+
+    open_nodes();
+    before = open_descriptors();
+    for (i = 0; i < 2; i++) {
+        int files[SOFT_MEMORY_FILES] = {soft_sealed_create("aioverbs-test", 4096, F_SEAL_SEAL),
+                                        soft_sealed_create("aioverbs-test", 4096, F_SEAL_SEAL)};
+        struct soft_stream peer;
+
+        hello.flags = i ? SOFT_HELLO_RINGS : 0; /* of the first file */
+        make_peer(&peer, true, raw_connect(b));
+        send_hello(&peer, &hello, files);
+        close(files[0]);
+        close(files[1]);
+        CHECK(!expect_welcome(&peer));
+        EVENTUALLY(stats_of(b).accepted == i + 2);
+        CHECK_EQ(open_descriptors(), before + 2); /* both ends of the socket */
+        drop_peer(&peer);
+        EVENTUALLY(open_descriptors() == before);
+    }
+    close_nodes();
+}
+
+/* A link accepts one file with WELCOME. */
+static void more_files_than_welcome_has(void)
+{
+    struct soft_welcome welcome = {.flags = 0};
+    struct soft_directory_entry entry;
+    uint8_t bytes[SOFT_WELCOME_SIZE];
+    int file = soft_sealed_create("aioverbs-test", 4096, F_SEAL_SEAL);
+    struct soft_stream peer;
+    struct sender looking;
+
+    new_directory();
+    a = node_open();
+    b = node_open();
+    listen_by_hand(b, &entry);
+    sender_open(&looking, a, &b->device.gids[0], 5);
+    sender_want(&looking, IBV_WR_SEND, 1, 100);
+    make_peer(&peer, false, accept_by_hand(entry.fd, bytes));
+    memcpy(welcome.gids, b->device.gids, sizeof(welcome.gids));
+    soft_welcome_pack(&welcome, bytes);
+    CHECK(soft_stream_send_message(&peer, bytes, sizeof(bytes), (const int[SOFT_MEMORY_FILES]){file, file}));
+    CHECK(raw_is_closed(peer.watch.fd));
+    EVENTUALLY(stats_of(a).refused_peers == 1);
+    CHECK(last_reason_is(a, "unexpected descriptors"));
+    sender_close(&looking);
+    drop_peer(&peer);
+    soft_descriptor_close(file);
+    node_close(a);
+    node_close(b);
+    soft_directory_unregister(&entry);
+    CHECK_EQ(rmdir(directory()), 0);
 }
 
 /* Either side may do without rings: then frames go through the socket, and both say why. */
@@ -654,6 +720,7 @@ static void an_unfinished_link_that_breaks(void)
 CHECK_MAIN_ONCE(CASE(indices_out_of_range), CASE(an_index_that_goes_back), CASE(garbage_closes_the_stream),
                 CASE(doorbells_for_nothing), CASE(a_frame_in_pieces), CASE(a_peer_that_reads_nothing),
                 CASE(room_that_is_asked_for), CASE(memory_that_changes_while_it_is_read),
-                CASE(an_accepting_side_that_lies), CASE(files_that_are_no_rings), CASE(either_side_may_decline),
-                CASE(a_peer_that_ends), CASE(an_unfinished_stream_that_ends), CASE(an_index_that_is_restored),
+                CASE(an_accepting_side_that_lies), CASE(files_that_are_no_rings), CASE(files_that_nobody_asked_for),
+                CASE(more_files_than_welcome_has), CASE(either_side_may_decline), CASE(a_peer_that_ends),
+                CASE(an_unfinished_stream_that_ends), CASE(an_index_that_is_restored),
                 CASE(an_unfinished_link_that_breaks))

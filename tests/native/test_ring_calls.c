@@ -1,19 +1,29 @@
-/* System calls of threads that poll: frames to a peer that is awake need none. The calls of this thread are counted by
- * functions that take the place of glibc's (WRAPPED in build.py). */
+/* System calls of streams that use rings: frames to a peer that is awake need none; and what calls return that fail
+ * seldom. The calls of this thread are counted, or answered, by functions that take the place of glibc's (WRAPPED in
+ * build.py). */
 #include "support.h"
 #include "support_fabric.h"
 
+#include <fcntl.h>
 #include <poll.h>
+#include <stdarg.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include "soft/fabric/ring.h"
+#include "soft/fabric/shared_rings.h"
 #include "soft/fabric/stream.h"
 
 static _Thread_local unsigned int calls, looks; /* epoll_wait without waiting is a look */
 static atomic_bool held;                        /* fabric threads stay in poll(): they yield to this thread */
+static _Thread_local bool no_buffers;           /* send() fails */
+static atomic_bool one_descriptor;              /* sendmsg() fails with more than one descriptor */
+static atomic_bool old_kernel;                  /* setsockopt() does not know SO_PASSRIGHTS */
+static atomic_bool strict;                      /* vm.overcommit_memory is 2 */
+static atomic_int flooder = -1;                 /* another byte is sent here whenever one is received */
+static unsigned int floods;                     /* bytes that were sent so */
 
 ssize_t __real_send(int fd, const void *from, size_t size, int flags);
 ssize_t __real_sendmsg(int fd, const struct msghdr *message, int flags);
@@ -24,6 +34,8 @@ int __real_eventfd_read(int fd, eventfd_t *value);
 int __real_epoll_ctl(int epoll, int operation, int fd, struct epoll_event *event);
 int __real_epoll_wait(int epoll, struct epoll_event *events, int room, int timeout);
 int __real_poll(struct pollfd *fds, nfds_t count, int timeout);
+int __real_open(const char *path, int flags, ...);
+int __real_setsockopt(int fd, int level, int option, const void *value, socklen_t size);
 ssize_t __wrap_send(int fd, const void *from, size_t size, int flags);
 ssize_t __wrap_sendmsg(int fd, const struct msghdr *message, int flags);
 ssize_t __wrap_recv(int fd, void *to, size_t size, int flags);
@@ -33,23 +45,40 @@ int __wrap_eventfd_read(int fd, eventfd_t *value);
 int __wrap_epoll_ctl(int epoll, int operation, int fd, struct epoll_event *event);
 int __wrap_epoll_wait(int epoll, struct epoll_event *events, int room, int timeout);
 int __wrap_poll(struct pollfd *fds, nfds_t count, int timeout);
+int __wrap_open(const char *path, int flags, ...);
+int __wrap_setsockopt(int fd, int level, int option, const void *value, socklen_t size);
 
 ssize_t __wrap_send(int fd, const void *from, size_t size, int flags)
 {
     calls++;
+    if (no_buffers) {
+        errno = ENOBUFS;
+        return -1;
+    }
     return __real_send(fd, from, size, flags);
 }
 
 ssize_t __wrap_sendmsg(int fd, const struct msghdr *message, int flags)
 {
     calls++;
+    if (atomic_load(&one_descriptor) && message->msg_control &&
+        CMSG_FIRSTHDR(message)->cmsg_len > CMSG_LEN(sizeof(int))) {
+        errno = ETOOMANYREFS;
+        return -1;
+    }
     return __real_sendmsg(fd, message, flags);
 }
 
 ssize_t __wrap_recv(int fd, void *to, size_t size, int flags)
 {
+    ssize_t got = __real_recv(fd, to, size, flags);
+
     calls++;
-    return __real_recv(fd, to, size, flags);
+    if (got > 0 && atomic_load(&flooder) >= 0 && floods < 1000) {
+        floods++;
+        __real_send(atomic_load(&flooder), "", 1, MSG_DONTWAIT);
+    }
+    return got;
 }
 
 ssize_t __wrap_recvmsg(int fd, struct msghdr *message, int flags)
@@ -91,6 +120,32 @@ int __wrap_poll(struct pollfd *fds, nfds_t count, int timeout)
         ready = __real_poll(fds, count, timeout);
     while (!ready && atomic_load(&held));
     return ready;
+}
+
+int __wrap_open(const char *path, int flags, ...)
+{
+    va_list more;
+    mode_t mode;
+    int fds[2];
+
+    va_start(more, flags);
+    mode = flags & O_CREAT ? va_arg(more, mode_t) : 0;
+    va_end(more);
+    if (!atomic_load(&strict) || strcmp(path, "/proc/sys/vm/overcommit_memory"))
+        return __real_open(path, flags, mode);
+    REQUIRE_EQ(pipe(fds), 0);
+    REQUIRE_EQ(write(fds[1], "2\n", 2), 2);
+    close(fds[1]);
+    return fds[0];
+}
+
+int __wrap_setsockopt(int fd, int level, int option, const void *value, socklen_t size)
+{
+    if (atomic_load(&old_kernel) && level == SOL_SOCKET && option == 83) {
+        errno = ENOPROTOOPT;
+        return -1;
+    }
+    return __real_setsockopt(fd, level, option, value, size);
 }
 
 static struct node *a, *b;
@@ -220,4 +275,138 @@ static void frames_to_a_peer_that_sleeps(void)
     CHECK_EQ(rmdir(directory()), 0);
 }
 
-CHECK_MAIN_ONCE(CASE(frames_to_an_awake_peer), CASE(many_frames_to_an_awake_peer), CASE(frames_to_a_peer_that_sleeps))
+/* ---- Calls that fail ----------------------------------------------------------------------------------------- */
+
+/* Open two nodes, and return the sender's end of their stream. */
+static struct soft_stream *open_pair(struct sender *sender)
+{
+    new_directory();
+    a = node_open();
+    b = node_open();
+    REQUIRE_EQ(soft_fabric_listen(&b->device), 0);
+    sender_open(sender, a, &b->device.gids[0], 5);
+    sender_want(sender, IBV_WR_SEND, 1, 64);
+    EVENTUALLY(a->responses == 1);
+    return soft_link_stream(sender->link);
+}
+
+static void close_pair(struct sender *sender)
+{
+    sender_close(sender);
+    node_close(a);
+    node_close(b);
+    CHECK_EQ(a->wrong + b->wrong, 0);
+    CHECK_EQ(rmdir(directory()), 0);
+}
+
+/* A doorbell that could not be sent is sent with the next frame. */
+static void a_doorbell_without_memory(void)
+{
+    struct soft_stream *stream;
+    struct sender sender;
+
+    stream = open_pair(&sender);
+    EVENTUALLY(atomic_load(&stream->ring_out.peer->wants) & SOFT_WANTS_BYTES); /* the peer sleeps */
+    no_buffers = true;
+    sender_want(&sender, IBV_WR_SEND, 1, 64);
+    no_buffers = false;
+    CHECK(atomic_load(&stream->ring_out.peer->wants) & SOFT_WANTS_BYTES);
+    sender_want(&sender, IBV_WR_SEND, 1, 64);
+    EVENTUALLY(a->responses == 3);
+    close_pair(&sender);
+}
+
+/* Return why frames do not go through rings, at the sender's end. Links connect in spite of it. */
+static const char *open_without_rings(struct sender *sender, struct soft_stream_stats *stats)
+{
+    open_pair(sender);
+    REQUIRE_EQ(soft_fabric_get_streams(&a->device, stats, 1), 1);
+    CHECK(stats->connected && !stats->rings);
+    close_pair(sender);
+    return stats->why_not_rings;
+}
+
+/* Where too many descriptors are on their way, HELLO is sent without the rings. */
+static void too_many_descriptors_on_their_way(void)
+{
+    struct soft_stream_stats stats;
+    struct sender sender;
+
+    atomic_store(&one_descriptor, true);
+    CHECK(strstr(open_without_rings(&sender, &stats), "raise `ulimit -n`") != NULL);
+    atomic_store(&one_descriptor, false);
+}
+
+/* Where the kernel may refuse memory on its first use, nothing is written to memory that was not used before. */
+static void strict_overcommit(void)
+{
+    struct soft_stream_stats stats;
+    struct sender sender;
+
+    atomic_store(&strict, true);
+    CHECK(!strcmp(open_without_rings(&sender, &stats), "vm.overcommit_memory is 2"));
+    atomic_store(&strict, false);
+}
+
+/* ---- Doorbells ----------------------------------------------------------------------------------------------- */
+
+/* Have a peer send doorbells as fast as they are read: a poll ends nevertheless. */
+static void doorbells_without_end(void)
+{
+    struct soft_stream *served;
+    struct sender sender;
+
+    open_polled(&sender);
+    served = b->device.fabric->streams;
+    served->rights = SOFT_RIGHTS_DRAIN; /* as right after the handshake */
+    floods = 0;
+    atomic_store(&flooder, soft_link_stream(sender.link)->watch.fd);
+    CHECK_EQ(__real_send(atomic_load(&flooder), "", 1, 0), 1);
+    soft_fabric_poll(&b->device, true);
+    CHECK(floods >= 1 && floods < 20);
+    atomic_store(&flooder, -1);
+    close_polled(&sender);
+}
+
+/* Send a doorbell with a descriptor. */
+static void send_descriptor(int to)
+{
+    union {
+        struct cmsghdr header;
+        char bytes[CMSG_SPACE(sizeof(int))];
+    } control = {.header = {.cmsg_level = SOL_SOCKET, .cmsg_type = SCM_RIGHTS, .cmsg_len = CMSG_LEN(sizeof(int))}};
+    struct iovec piece = {"", 1};
+    struct msghdr message = {
+        .msg_iov = &piece, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof(control)};
+
+    memcpy(CMSG_DATA(&control.header), &to, sizeof(to));
+    CHECK_EQ(__real_sendmsg(to, &message, 0), 1);
+}
+
+/* A stream that is refused for a doorbell which is read before sleeping is closed, though its socket is empty then. */
+static void a_descriptor_among_doorbells(void)
+{
+    struct soft_fabric *fabric;
+    struct sender sender;
+    unsigned int i;
+
+    atomic_store(&old_kernel, true); /* it cannot refuse descriptors */
+    open_polled(&sender);
+    fabric = b->device.fabric;
+    soft_mutex_take(&fabric->progress);
+    send_descriptor(soft_link_stream(sender.link)->watch.fd);
+    soft_rings_disarm(fabric->streams);
+    fabric->streams->rung = true;
+    CHECK(soft_rings_arm(fabric));
+    CHECK(fabric->streams->refusal != NULL);
+    soft_mutex_give(&fabric->progress);
+    for (i = 0; i < 3; i++)
+        soft_fabric_poll(&b->device, false);
+    CHECK_EQ(stats_of(b).refused_frames, 1);
+    close_polled(&sender);
+    atomic_store(&old_kernel, false);
+}
+
+CHECK_MAIN_ONCE(CASE(frames_to_an_awake_peer), CASE(many_frames_to_an_awake_peer), CASE(frames_to_a_peer_that_sleeps),
+                CASE(a_doorbell_without_memory), CASE(too_many_descriptors_on_their_way), CASE(strict_overcommit),
+                CASE(doorbells_without_end), CASE(a_descriptor_among_doorbells))

@@ -305,7 +305,7 @@ static void own_received(struct msghdr *message, int *memory_fds, bool *unwanted
 
 /* Peek first, which takes nothing: what does not fit here is not closed by that. Then take the message only if it has
  * no descriptors other than those that are kept. */
-ssize_t soft_descriptors_receive(int fd, void *to, size_t size, int *memory_fds, bool *unwanted)
+ssize_t soft_descriptors_receive(int fd, void *to, size_t size, int *memory_fds, unsigned int most, bool *unwanted)
 {
     union {
         struct cmsghdr header;
@@ -315,9 +315,9 @@ ssize_t soft_descriptors_receive(int fd, void *to, size_t size, int *memory_fds,
     struct msghdr message = {.msg_iov = &piece, .msg_iovlen = 1};
     ssize_t got;
 
-    if (memory_fds) {
+    if (most) {
         message.msg_control = &control;
-        message.msg_controllen = CMSG_LEN(SOFT_MEMORY_FILES * sizeof(int)); /* padding may have space for more */
+        message.msg_controllen = CMSG_LEN(most * sizeof(int)); /* padding may have space for more */
         soft_descriptors_hold();
     }
     got = recvmsg(fd, &message, MSG_PEEK | MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
@@ -352,7 +352,7 @@ static bool drain(int fd)
     char bytes[4096];
     bool unwanted = false;
 
-    while (!unwanted && soft_descriptors_receive(fd, bytes, sizeof(bytes), NULL, &unwanted) > 0)
+    while (!unwanted && soft_descriptors_receive(fd, bytes, sizeof(bytes), NULL, 0, &unwanted) > 0)
         ;
     return !unwanted;
 }

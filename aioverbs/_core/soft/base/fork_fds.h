@@ -31,10 +31,10 @@ enum { SOFT_MEMORY_FILES = 2 }; /* most descriptors that a message of a peer may
 void soft_descriptors_prepare_socket(int fd);
 
 /* Receive from a Unix socket, as recv(fd, to, size, MSG_DONTWAIT) does. Memory files may come, whose close takes only
- * as long as freeing their pages: they are stored in `memory_fds`, an array of SOFT_MEMORY_FILES. Where other
+ * as long as freeing their pages: they are stored in `memory_fds`, `most` of them at most. Where other
  * descriptors come, or more, or there is no room for them, nothing is taken and `*unwanted` becomes true: the caller
- * can only close the socket, and the memory files that it got. With `memory_fds` NULL no descriptor may come. */
-ssize_t soft_descriptors_receive(int fd, void *to, size_t size, int *memory_fds, bool *unwanted);
+ * can only close the socket, and the memory files that it got. */
+ssize_t soft_descriptors_receive(int fd, void *to, size_t size, int *memory_fds, unsigned int most, bool *unwanted);
 
 /* Receive in one system call from a peer that is trusted, and could stop this process anyway: descriptors are discarded
  * as far as there is room for them, and closed by the kernel at once otherwise. A child that is forked meanwhile may

@@ -103,8 +103,6 @@ const char *soft_copy_tokens_map(struct soft_stream *stream)
         /* A file that can shrink would make accesses fail. */
         return "the file of copy tokens is not sealed or has another size";
     stream->copy_tokens = copy_token_page_map(stream->received_fds[0]);
-    soft_descriptor_close(stream->received_fds[0]);
-    stream->received_fds[0] = -1;
     return stream->copy_tokens ? NULL : "the file of copy tokens cannot be mapped";
 }
 
@@ -113,8 +111,6 @@ void soft_copy_tokens_unmap(struct soft_stream *stream)
     if (stream->copy_tokens)
         munmap(stream->copy_tokens, sizeof(*stream->copy_tokens));
     stream->copy_tokens = NULL;
-    soft_descriptor_close(stream->received_fds[0]);
-    stream->received_fds[0] = -1;
 }
 
 /* ---- The requester ------------------------------------------------------------------------------------------- */

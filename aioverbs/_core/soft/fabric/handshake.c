@@ -2,6 +2,7 @@
 #define _GNU_SOURCE
 #include "soft/fabric/handshake.h"
 
+#include <errno.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/random.h>
@@ -59,13 +60,25 @@ static const char *check_proof(const struct soft_stream *stream, enum soft_role 
 
 /* ---- Connecting side ----------------------------------------------------------------------------------------- */
 
+/* Send HELLO with its descriptors. Return false and errno if it was not sent. */
+static bool send_hello(struct soft_link *link, const struct soft_hello *hello, int rings)
+{
+    struct soft_stream *stream = &link->stream;
+    int tokens = hello->flags & SOFT_HELLO_DIRECT ? link->tokens_fd : -1;
+
+    soft_hello_pack(hello, stream->hello);
+    return soft_stream_send_message(stream, stream->hello, sizeof(stream->hello),
+                                    (const int[SOFT_MEMORY_FILES]){tokens, rings});
+}
+
+/* Descriptors that were sent and not yet received count for this user, whose limit they may reach while many links wait
+ * in their peers' backlogs. Then the rings are left out. */
 bool soft_handshake_begin(struct soft_link *link)
 {
     struct soft_stream *stream = &link->stream;
     struct soft_hello hello = {.flags = has_secret(stream) ? SOFT_HELLO_SECRET : 0};
-
-    bool sent;
     int rings;
+    bool sent;
 
     if (getentropy(hello.nonce, SOFT_NONCE))
         return false;
@@ -73,10 +86,12 @@ bool soft_handshake_begin(struct soft_link *link)
     memcpy(hello.wanted, &link->remote, sizeof(hello.wanted));
     soft_direct_offer(link, &hello);
     rings = soft_rings_offer(stream, &hello);
-    soft_hello_pack(&hello, stream->hello);
-    sent = soft_stream_send_message(
-        stream, stream->hello, sizeof(stream->hello),
-        (const int[SOFT_MEMORY_FILES]){hello.flags & SOFT_HELLO_DIRECT ? link->tokens_fd : -1, rings});
+    sent = send_hello(link, &hello, rings);
+    if (!sent && rings >= 0 && errno == ETOOMANYREFS) {
+        soft_rings_decline(stream, "no more descriptors may be on their way: raise `ulimit -n`");
+        hello.flags &= (uint16_t)~SOFT_HELLO_RINGS;
+        sent = send_hello(link, &hello, -1);
+    }
     soft_descriptor_close(rings);
     return sent;
 }
@@ -111,6 +126,7 @@ static void open_link(struct soft_link *link)
         soft_rings_decline(stream, "the peer does not use rings");
     soft_rings_open(stream);
     soft_read_cache_accept(link);
+    soft_stream_drop_received(stream);
     soft_link_opened(link);
 }
 
@@ -219,6 +235,7 @@ static void accept_peer(struct soft_stream *stream, const struct soft_hello *hel
         welcome.flags |= SOFT_HELLO_DIRECT;
     else
         soft_copy_tokens_unmap(stream);
+    soft_stream_drop_received(stream);
     soft_welcome_pack(&welcome, stream->welcome);
     if (!soft_stream_send_message(stream, stream->welcome, sizeof(stream->welcome),
                                   (const int[SOFT_MEMORY_FILES]){soft_read_cache_offer(stream), -1}))

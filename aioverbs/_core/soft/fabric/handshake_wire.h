@@ -25,6 +25,7 @@
 #define SOFT_WELCOME_SIZE 112u
 #define SOFT_PROOF_SIZE 40u
 #define SOFT_NONCE 32u
+#define SOFT_WELCOME_FILES 1u /* most descriptors that come with WELCOME */
 
 enum {
     SOFT_HELLO_SECRET = 1, /* this side has a secret, which the other side must know */

@@ -85,7 +85,7 @@ static bool poll_rings(struct soft_fabric *fabric)
             send_queued(stream);
             something = true;
         }
-        if (stream->unfinished || stream->paused || soft_ring_has_news(&stream->ring_in))
+        if (stream->unfinished || stream->paused || stream->refusal || soft_ring_has_news(&stream->ring_in))
             something |= soft_stream_receive_ring(stream);
     }
     return something;

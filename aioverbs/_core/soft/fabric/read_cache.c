@@ -221,8 +221,6 @@ void soft_read_cache_accept(struct soft_link *link)
 
     if (stream->received_fds[0] >= 0 && stream->fabric->settings.direct && stream->uid == geteuid())
         owner = make_owner(stream, stream->received_fds[0]);
-    soft_descriptor_close(stream->received_fds[0]);
-    stream->received_fds[0] = -1;
     if (!owner)
         return;
     if (before && !memcmp(before->page->nonce, owner->page->nonce, SOFT_NONCE)) {

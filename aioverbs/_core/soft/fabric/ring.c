@@ -91,10 +91,10 @@ bool soft_ring_unwant(struct soft_ring_side *own, uint32_t wants)
 
 /* The peer may change its wishes between the two accesses, and two threads of this side may come here at a time: the
  * one that takes the wishes away rings, whatever they are. */
-bool soft_ring_answer(struct soft_ring_side *peer, uint32_t what)
+uint32_t soft_ring_answer(struct soft_ring_side *peer, uint32_t what)
 {
     atomic_thread_fence(memory_order_seq_cst);
     if (!(atomic_load_explicit(&peer->wants, memory_order_relaxed) & what))
-        return false;
+        return 0;
     return atomic_exchange_explicit(&peer->wants, 0, memory_order_relaxed);
 }

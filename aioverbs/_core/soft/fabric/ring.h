@@ -113,7 +113,8 @@ void soft_ring_want(struct soft_ring_side *own, uint32_t wants);
 /* Take wishes back. Return whether they still stood; if not, the peer has rung for one, or is about to. */
 bool soft_ring_unwant(struct soft_ring_side *own, uint32_t wants);
 
-/* Return whether to ring: the peer wants what this side has just published. */
-bool soft_ring_answer(struct soft_ring_side *peer, uint32_t what);
+/* Return the wishes of the peer that were taken away, if it wants what this side has just published, and 0 otherwise. The
+ * caller rings once for all of them. */
+uint32_t soft_ring_answer(struct soft_ring_side *peer, uint32_t what);
 
 #endif

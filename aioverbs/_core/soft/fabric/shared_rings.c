@@ -101,6 +101,19 @@ static void set_why_not(struct soft_stream *stream, const char *what, int error)
              error ? strerror(error) : "");
 }
 
+/* Return whether the kernel may refuse pages of a file that was made: it provides them on first use, also again after
+ * a peer has punched a hole, and ends a process for which it has none left. */
+static bool is_memory_limited(void)
+{
+    int fd = open("/proc/sys/vm/overcommit_memory", O_RDONLY | O_CLOEXEC);
+    char value = 0;
+    bool limited = fd >= 0 && read(fd, &value, 1) == 1 && value == '2';
+
+    if (fd >= 0)
+        close(fd);
+    return limited;
+}
+
 /* Return NULL, or why the stream has no rings. */
 static const char *find_obstacle(const struct soft_stream *stream)
 {
@@ -110,6 +123,8 @@ static const char *find_obstacle(const struct soft_stream *stream)
         return "AIOVERBS_SOFT_RINGS is 0";
     if (stream->uid != geteuid())
         return "the peer runs as another user";
+    if (is_memory_limited())
+        return "vm.overcommit_memory is 2";
     return NULL;
 }
 
@@ -139,7 +154,7 @@ int soft_rings_offer(struct soft_stream *stream, struct soft_hello *hello)
 
 bool soft_rings_accept(struct soft_stream *stream, const struct soft_hello *hello)
 {
-    int *fd = &stream->received_fds[hello->flags & SOFT_HELLO_DIRECT ? 1 : 0]; /* behind the copy tokens */
+    int fd = stream->received_fds[hello->flags & SOFT_HELLO_DIRECT ? 1 : 0]; /* behind the copy tokens */
     const char *why = find_obstacle(stream);
     uint8_t *memory = NULL;
     int error = 0;
@@ -150,15 +165,13 @@ bool soft_rings_accept(struct soft_stream *stream, const struct soft_hello *hell
         return false;
     }
     /* A file that can shrink would make accesses fail. */
-    if (!why && (*fd < 0 || soft_sealed_bytes(*fd) != (off_t)SOFT_RINGS_FILE))
+    if (!why && (fd < 0 || soft_sealed_bytes(fd) != (off_t)SOFT_RINGS_FILE))
         why = "the file of rings is not sealed or has another size";
     if (!why) {
-        memory = map_rings(*fd);
+        memory = map_rings(fd);
         error = memory ? 0 : errno;
         why = memory ? NULL : "the file of rings cannot be mapped";
     }
-    soft_descriptor_close(*fd);
-    *fd = -1;
     if (why)
         set_why_not(stream, why, error);
     else
@@ -199,9 +212,12 @@ void soft_rings_open(struct soft_stream *stream)
 
 void soft_rings_notify(struct soft_stream *stream, uint32_t what)
 {
-    if (soft_ring_answer(stream->ring_out.peer, what))
-        (void)send(stream->watch.fd, "", 1,
-                   MSG_DONTWAIT | MSG_NOSIGNAL); /* fails if the socket is full, or has ended */
+    uint32_t taken = soft_ring_answer(stream->ring_out.peer, what);
+
+    /* Also fails if the socket is full, and has enough doorbells, or if it has ended. */
+    if (taken && send(stream->watch.fd, "", 1, MSG_DONTWAIT | MSG_NOSIGNAL) < 0 &&
+        (errno == ENOBUFS || errno == ENOMEM))
+        soft_ring_want(stream->ring_out.peer, taken);
 }
 
 /* The consumer wakes this side with its next store that leaves SOFT_RING_ROOM; or that was before, and is seen here. The
@@ -237,7 +253,7 @@ void soft_rings_disarm(struct soft_stream *stream)
 static bool is_not_to_arm(const struct soft_stream *stream)
 {
     return stream->armed || stream->stalled || stream->paused || stream->unfinished || stream->ended ||
-           atomic_load(&stream->broken);
+           stream->refusal || atomic_load(&stream->broken);
 }
 
 /* Ask for room again if the ring is full: a doorbell for bytes took that wish away. Return whether it is there. */
@@ -264,12 +280,13 @@ bool soft_rings_arm(struct soft_fabric *fabric)
     for (stream = fabric->ring_streams; stream; stream = stream->next_ring)
         if (!is_not_to_arm(stream)) {
             soft_stream_drain_doorbells(stream);
-            soft_ring_want(stream->ring_in.own, SOFT_WANTS_BYTES);
+            if (!stream->refusal)
+                soft_ring_want(stream->ring_in.own, SOFT_WANTS_BYTES);
         }
     atomic_thread_fence(memory_order_seq_cst);
     for (stream = fabric->ring_streams; stream; stream = stream->next_ring) {
-        something |=
-            (stream->unfinished && !stream->stalled && !atomic_load(&stream->broken)) || want_room_again(stream);
+        something |= stream->refusal || (stream->unfinished && !stream->stalled && !atomic_load(&stream->broken)) ||
+                     want_room_again(stream);
         if (is_not_to_arm(stream))
             continue;
         if (soft_ring_has_news(&stream->ring_in)) {

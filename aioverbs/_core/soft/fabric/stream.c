@@ -165,12 +165,21 @@ static void set_events(struct soft_stream *stream, uint32_t events)
     }
 }
 
+void soft_stream_drop_received(struct soft_stream *stream)
+{
+    unsigned int i;
+
+    for (i = 0; i < SOFT_MEMORY_FILES; i++) {
+        soft_descriptor_close(stream->received_fds[i]);
+        stream->received_fds[i] = -1;
+    }
+}
+
 void soft_stream_close(struct soft_stream *stream, enum soft_end end, const char *reason)
 {
     struct soft_fabric *fabric = stream->fabric;
     struct soft_link *link = stream->is_link ? container_of(stream, struct soft_link, stream) : NULL;
     int fd = stream->watch.fd;
-    unsigned int i;
 
     assert_held(&stream->fabric->progress);
     soft_fabric_record_end(fabric, end, stream->peer[0].raw, reason);
@@ -190,10 +199,7 @@ void soft_stream_close(struct soft_stream *stream, enum soft_end end, const char
     stream->has_read_cache = false;
     if (link)
         soft_read_cache_suspend(link, true);
-    for (i = 0; i < SOFT_MEMORY_FILES; i++) {
-        soft_descriptor_close(stream->received_fds[i]);
-        stream->received_fds[i] = -1;
-    }
+    soft_stream_drop_received(stream);
     soft_mutex_take(&stream->tx);
     stream->stage = SOFT_CLOSED;
     soft_rings_unmap(stream);

@@ -85,8 +85,8 @@ struct soft_stream {
     uint64_t deadline;
     union ibv_gid peer[2];
     uint32_t pid, uid;
-    /* Descriptors that came with the first bytes, or -1. Served: copy tokens, then rings; link: page of the read cache.
-     * */
+    /* Descriptors that came with the first bytes, or -1; closed before the stream opens. Served: copy tokens, then
+     * rings; link: page of the read cache. */
     int received_fds[SOFT_MEMORY_FILES];
     bool discarded;      /* a descriptor of another kind came and was discarded: no further one is accepted */
     bool has_read_cache; /* served: this device grants reads; link: the peer does */
@@ -260,6 +260,9 @@ int soft_stream_write(struct soft_stream *stream, const struct soft_frame *frame
  * sent. Return false if the message was not sent. */
 bool soft_stream_send_message(struct soft_stream *stream, const void *message, size_t size,
                               const int fds[SOFT_MEMORY_FILES]);
+
+/* Close the descriptors that came with the first bytes. Under progress. */
+void soft_stream_drop_received(struct soft_stream *stream);
 
 /* Shut the connection down. Under tx. The thread that reads notices, and closes the stream. */
 void soft_stream_break(struct soft_stream *stream);

@@ -28,6 +28,7 @@
  * says little: a frame of a hundred bytes may have 4 MiB copied. */
 #define TURN_BYTES (1 << 20)
 #define FRAME_COST 4096
+#define DRAIN_READS 4 /* reads of a socket in a turn of a stream that uses rings */
 
 #if !defined(SO_PASSRIGHTS) && defined(SO_ZEROCOPY) && SO_ZEROCOPY == 60 /* numbers of most architectures */
 #define SO_PASSRIGHTS 83
@@ -67,7 +68,8 @@ static void stop_rights(struct soft_stream *stream)
 static ssize_t receive_with_descriptors(struct soft_stream *stream, void *to, size_t size)
 {
     bool may_come = stream->stage == SOFT_GREETING && !stream->discarded && stream->received_fds[0] < 0;
-    int *kept = may_come ? stream->received_fds : NULL;
+    unsigned int most = !may_come ? 0 : stream->is_link ? SOFT_WELCOME_FILES : SOFT_MEMORY_FILES;
+    int *kept = stream->received_fds;
     bool unwanted = false;
     unsigned int i;
     ssize_t got;
@@ -76,8 +78,8 @@ static ssize_t receive_with_descriptors(struct soft_stream *stream, void *to, si
         stop_rights(stream);
     got = stream->rights == SOFT_RIGHTS_CLOSE
               ? soft_descriptors_receive_discarding(stream->watch.fd, to, size, &unwanted)
-              : soft_descriptors_receive(stream->watch.fd, to, size, kept, &unwanted);
-    for (i = 0; kept && i < SOFT_MEMORY_FILES; i++)
+              : soft_descriptors_receive(stream->watch.fd, to, size, kept, most, &unwanted);
+    for (i = 0; i < most; i++)
         if (kept[i] >= 0 && !soft_sealed_is_small(kept[i])) {
             soft_descriptor_discard(kept[i]);
             kept[i] = -1;
@@ -376,9 +378,11 @@ bool soft_stream_receive_ring(struct soft_stream *stream)
     int64_t left = TURN_BYTES;
 
     assert_held(&stream->fabric->progress);
-    if (stream->stalled || atomic_load(&stream->broken) || (stream->paused && !has_room(stream)))
-        return false;
-    handle(stream, &left);
+    if (!stream->refusal) { /* otherwise it came with a doorbell */
+        if (stream->stalled || atomic_load(&stream->broken) || (stream->paused && !has_room(stream)))
+            return false;
+        handle(stream, &left);
+    }
     if (stream->refusal) {
         soft_stream_close(stream, stream->refused_as, stream->refusal);
         return true;
@@ -386,21 +390,22 @@ bool soft_stream_receive_ring(struct soft_stream *stream)
     return stream->frames_in != before;
 }
 
-/* Receive doorbells; until the socket is empty, if it may still have descriptors. Set whether some came. Return as
- * receive() does. */
+/* Receive doorbells; until the socket is empty, if it may still have descriptors, but a few times only: a peer may send
+ * faster than this thread reads, and epoll reports the rest again. Set whether some came. Return as receive() does. */
 static ssize_t receive_bytes(struct soft_stream *stream, bool *some)
 {
+    unsigned int reads = 0;
     ssize_t got;
 
     *some = false;
     do {
         got = receive(stream);
         *some |= got > 0;
-    } while (got > 0 && stream->rights == SOFT_RIGHTS_DRAIN && !stream->refusal);
+    } while (got > 0 && stream->rights == SOFT_RIGHTS_DRAIN && !stream->refusal && ++reads < DRAIN_READS);
     return got;
 }
 
-/* The end of the socket, and what is refused, epoll reports again. */
+/* The end of the socket epoll reports again. */
 void soft_stream_drain_doorbells(struct soft_stream *stream)
 {
     bool some;
@@ -446,10 +451,6 @@ static bool receive_doorbells(struct soft_stream *stream)
     if (some) {
         soft_rings_disarm(stream); /* the peer has taken the wish away */
         stream->rung = false;
-    }
-    if (stream->refusal) {
-        soft_stream_close(stream, stream->refused_as, stream->refusal);
-        return true;
     }
     return soft_stream_receive_ring(stream);
 }

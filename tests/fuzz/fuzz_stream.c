@@ -249,7 +249,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         greet_server(fds[1], mode & RINGS);
     REQUIRE(!(mode & OPENED) || (fabric->streams && fabric->streams->stage == SOFT_OPEN));
     in_rings = mode & OPENED && mode & RINGS;
-    REQUIRE(!in_rings || fabric->ring_streams);
+    REQUIRE(!in_rings || fabric->unarmed_rings);
     scribbles = in_rings && mode & SECRET;
     piece = mode & PIECES ? 7 : in_rings ? 133 : 65536;
     for (at = 1; at < size && fabric->streams; at += piece) {

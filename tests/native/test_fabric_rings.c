@@ -14,6 +14,7 @@
 
 #include "soft/base/epoch.h"
 #include "soft/base/memfd.h"
+#include "soft/fabric/poll_loop.h"
 #include "soft/fabric/ring.h"
 #include "soft/fabric/shared_rings.h"
 #include "soft/fabric/stream.h"
@@ -308,6 +309,98 @@ static void room_that_is_asked_for(void)
     CHECK(atomic_load(&peer.starved));
     soft_mutex_give(&peer.tx);
     soft_mutex_give(&b->device.fabric->progress);
+    drop_peer(&peer);
+    close_nodes();
+}
+
+/* ---- Many peers ---------------------------------------------------------------------------------------------- */
+
+enum { MANY = 40 }; /* more than one poll serves, and than one looks at while they are idle */
+
+static void open_many(struct soft_stream *peers)
+{
+    unsigned int i;
+
+    for (i = 0; i < MANY; i++)
+        open_peer(&peers[i]);
+    EVENTUALLY(stats_of(b).accepted == MANY + 1);
+    REQUIRE(grace_ready());
+    soft_mutex_take(&b->device.fabric->progress);
+    while (b->device.fabric->armed_rings)
+        soft_rings_disarm(b->device.fabric->armed_rings);
+    CHECK_EQ(b->device.fabric->unarmed, MANY + 1);
+}
+
+static void drop_many(struct soft_stream *peers)
+{
+    unsigned int i;
+
+    soft_mutex_give(&b->device.fabric->progress);
+    for (i = 0; i < MANY; i++)
+        drop_peer(&peers[i]);
+    EVENTUALLY(stats_of(b).streams == 1);
+}
+
+/* A poll takes a bounded time, however many peers have written; the next one goes on with the other peers. */
+static void many_peers_that_write(void)
+{
+    struct soft_stream peers[MANY], *stream;
+    struct soft_fabric *fabric;
+    unsigned int i, j;
+
+    open_nodes();
+    fabric = b->device.fabric;
+    open_many(peers);
+    for (i = 0; i < MANY; i++)
+        for (j = 0; j < 600; j++)
+            CHECK(write_request(&peers[i], IBV_WR_SEND, j, 0) > 0);
+    CHECK(soft_fabric_poll_locked(fabric, false));
+    CHECK(b->requests > 32 * 200 && b->requests <= 32 * 260);
+    CHECK(soft_fabric_poll_locked(fabric, false));
+    for (stream = fabric->unarmed_rings; stream; stream = stream->next_ring)
+        CHECK(stream->frames_in > 0);
+    drop_many(peers);
+    close_nodes();
+}
+
+/* A thread that polls looks at few of many peers that write nothing. It hears of the others by their doorbells. */
+static void many_peers_that_are_idle(void)
+{
+    struct soft_fabric *fabric;
+    struct soft_stream peers[MANY];
+    unsigned int i, before;
+
+    open_nodes();
+    fabric = b->device.fabric;
+    open_many(peers);
+    for (i = 0; i < 1000; i++)
+        soft_fabric_poll_locked(fabric, false);
+    CHECK_EQ(fabric->unarmed, 16);
+    before = b->requests;
+    for (i = 0; i < MANY; i++) {
+        CHECK(write_request(&peers[i], IBV_WR_SEND, 1, 0) > 0);
+        soft_rings_notify(&peers[i], SOFT_WANTS_BYTES);
+    }
+    for (i = 0; i < 200; i++)
+        soft_fabric_poll_locked(fabric, false);
+    CHECK_EQ(b->requests, before + MANY);
+    CHECK(fabric->unarmed > 16);
+    drop_many(peers);
+    close_nodes();
+}
+
+/* A peer that does not ring although it was asked to is heard all the same, with the next sweep. */
+static void a_peer_that_does_not_ring(void)
+{
+    struct soft_stream peer;
+    unsigned int before;
+
+    open_nodes();
+    before = b->requests;
+    open_peer(&peer);
+    EVENTUALLY(stats_of(b).accepted == 2 && atomic_load(&peer.ring_out.peer->wants) & SOFT_WANTS_BYTES);
+    CHECK(write_request(&peer, IBV_WR_SEND, 1, 0) > 0);
+    EVENTUALLY(b->requests == before + 1);
     drop_peer(&peer);
     close_nodes();
 }
@@ -719,7 +812,8 @@ static void an_unfinished_link_that_breaks(void)
 
 CHECK_MAIN_ONCE(CASE(indices_out_of_range), CASE(an_index_that_goes_back), CASE(garbage_closes_the_stream),
                 CASE(doorbells_for_nothing), CASE(a_frame_in_pieces), CASE(a_peer_that_reads_nothing),
-                CASE(room_that_is_asked_for), CASE(memory_that_changes_while_it_is_read),
+                CASE(room_that_is_asked_for), CASE(many_peers_that_write), CASE(many_peers_that_are_idle),
+                CASE(a_peer_that_does_not_ring), CASE(memory_that_changes_while_it_is_read),
                 CASE(an_accepting_side_that_lies), CASE(files_that_are_no_rings), CASE(files_that_nobody_asked_for),
                 CASE(more_files_than_welcome_has), CASE(either_side_may_decline), CASE(a_peer_that_ends),
                 CASE(an_unfinished_stream_that_ends), CASE(an_index_that_is_restored),

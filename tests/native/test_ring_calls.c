@@ -275,6 +275,31 @@ static void frames_to_a_peer_that_sleeps(void)
     CHECK_EQ(rmdir(directory()), 0);
 }
 
+/* A thread that polls seldom looks at the sockets after a time, not only after many polls: a peer that connects does not
+ * wait for those. */
+static void sockets_between_rare_polls(void)
+{
+    uint8_t hello[SOFT_HELLO_SIZE];
+    struct pollfd welcome = {.events = POLLIN};
+    struct sender sender;
+    unsigned int polls;
+
+    open_polled(&sender);
+    atomic_store(&held, false);
+    soft_mutex_take(&b->device.fabric->progress);
+    b->device.fabric->hot_polls = 0;
+    soft_mutex_give(&b->device.fabric->progress);
+    welcome.fd = raw_connect(b);
+    raw_hello(welcome.fd, b, hello);
+    for (polls = 0; polls < 64 && __real_poll(&welcome, 1, 0) == 0; polls++) {
+        soft_fabric_poll(&b->device, false);
+        sleep_us(500);
+    }
+    CHECK(polls < 40);
+    close(welcome.fd);
+    close_polled(&sender);
+}
+
 /* ---- Calls that fail ----------------------------------------------------------------------------------------- */
 
 /* Open two nodes, and return the sender's end of their stream. */
@@ -408,5 +433,6 @@ static void a_descriptor_among_doorbells(void)
 }
 
 CHECK_MAIN_ONCE(CASE(frames_to_an_awake_peer), CASE(many_frames_to_an_awake_peer), CASE(frames_to_a_peer_that_sleeps),
-                CASE(a_doorbell_without_memory), CASE(too_many_descriptors_on_their_way), CASE(strict_overcommit),
-                CASE(doorbells_without_end), CASE(a_descriptor_among_doorbells))
+                CASE(sockets_between_rare_polls), CASE(a_doorbell_without_memory),
+                CASE(too_many_descriptors_on_their_way), CASE(strict_overcommit), CASE(doorbells_without_end),
+                CASE(a_descriptor_among_doorbells))

@@ -28,9 +28,9 @@
 #include "soft/objects/device.h"
 
 enum {
-    EVENTS = 32,         /* events per epoll_wait() */
+    EVENTS = 32,         /* events per epoll_wait(), and turns of streams that use rings */
     HOT_POLLS = 8,       /* polls of the last active stream for each poll of all streams */
-    RING_POLLS = 64,     /* polls of rings for each poll of sockets, if no frames come through sockets */
+    RING_POLLS = 64,     /* polls of rings for each poll of sockets, if no frames come through sockets, or YIELD_MS */
     LAST_LOOKS = 4,      /* times that a poller reads rings again, into which peers write meanwhile */
     POLLS_TO_YIELD = 16, /* polls by other threads after which the fabric thread yields */
     YIELD_MS = 1,        /* interval at which the fabric thread checks that the poller still polls */
@@ -72,23 +72,29 @@ static bool has_ring_room(struct soft_stream *stream)
     return room >= SOFT_RING_ROOM / 2;
 }
 
-/* Handle what is in rings, a turn of each stream. Return whether there was anything. */
-static bool poll_rings(struct soft_fabric *fabric)
+/* Handle what is in rings, a turn of each stream that has something, and `most` turns at most; the next call goes on
+ * with the next stream. Return the number of turns. */
+static unsigned int poll_rings(struct soft_fabric *fabric, unsigned int most)
 {
-    struct soft_stream *stream, *next;
-    bool something = false;
+    unsigned int turns = 0;
+    struct soft_stream *stream;
+    uint32_t streams;
 
     assert_held(&fabric->progress);
-    for (stream = fabric->ring_streams; stream; stream = next) {
-        next = stream->next_ring;
-        if (has_ring_room(stream)) {
+    soft_rings_look(fabric);
+    streams = fabric->unarmed;
+    while (streams-- && turns < most && (stream = soft_rings_next(fabric))) {
+        bool something = has_ring_room(stream);
+
+        if (something)
             send_queued(stream);
-            something = true;
-        }
         if (stream->unfinished || stream->paused || stream->refusal || soft_ring_has_news(&stream->ring_in))
             something |= soft_stream_receive_ring(stream);
+        else if (!something)
+            soft_rings_found_nothing(stream);
+        turns += something;
     }
-    return something;
+    return turns;
 }
 
 /* ---- Handling events, under progress ------------------------------------------------------------------------- */
@@ -163,7 +169,7 @@ bool soft_fabric_handle_events(struct soft_fabric *fabric, const struct epoll_ev
     for (i = 0; i < listener_count; i++)
         soft_fabric_accept(fabric, listeners[i]);
     if (woken) {
-        poll_rings(fabric);
+        poll_rings(fabric, EVENTS);
         resume_unfinished(fabric);
         soft_links_connect(fabric);
     }
@@ -175,7 +181,7 @@ bool soft_fabric_handle_events(struct soft_fabric *fabric, const struct epoll_ev
 bool soft_fabric_poll_locked(struct soft_fabric *fabric, bool all)
 {
     struct epoll_event events[EVENTS];
-    bool something = poll_rings(fabric);
+    bool something = poll_rings(fabric, EVENTS);
     struct soft_stream *hot = fabric->hot;
     unsigned int interval = 1;
     int count;
@@ -186,14 +192,15 @@ bool soft_fabric_poll_locked(struct soft_fabric *fabric, bool all)
         interval = HOT_POLLS;
     else if (fabric->ring_count && fabric->ring_count == fabric->stream_count && !atomic_load(&fabric->outgoing))
         interval = RING_POLLS;
-    if (!all && ++fabric->hot_polls % interval)
+    if (!all && ++fabric->hot_polls % interval && !atomic_load_explicit(&fabric->sockets_due, memory_order_relaxed))
         return (interval == HOT_POLLS && soft_stream_receive(hot)) || something;
+    atomic_store_explicit(&fabric->sockets_due, false, memory_order_relaxed);
     count = epoll_wait(fabric->epoll, events, EVENTS, 0);
     return (count > 0 && soft_fabric_handle_events(fabric, events, count)) || something;
 }
 
 /* Handle deadlines: end handshakes that take too long, free unused links, and let waiting connections in, for which
- * streams past their time may be closed. */
+ * streams past their time may be closed. And look at rings whose peers have not rung, though they should have. */
 void soft_fabric_sweep(struct soft_fabric *fabric, uint64_t now)
 {
     struct soft_stream *stream, *next;
@@ -205,6 +212,7 @@ void soft_fabric_sweep(struct soft_fabric *fabric, uint64_t now)
             soft_stream_close(stream, stream->is_link ? SOFT_END_CONNECT : SOFT_END_REFUSED_PEER,
                               "the peer did not complete the handshake in time");
     }
+    soft_rings_sweep(fabric);
     soft_links_sweep(fabric, now);
     soft_listeners_resume(fabric);
     soft_links_connect(fabric);
@@ -216,15 +224,15 @@ void soft_fabric_sweep(struct soft_fabric *fabric, uint64_t now)
 /* Have peers ring again: a thread sleeps, or this one is about to. */
 static void arm_again(struct soft_fabric *fabric)
 {
-    unsigned int looks = 0;
+    unsigned int looks = 0, turns = 0;
 
-    while (soft_rings_arm(fabric))
-        if (looks++ == LAST_LOOKS) {
+    while (soft_rings_arm(fabric)) {
+        if (looks++ == LAST_LOOKS || turns >= EVENTS) {
             soft_fabric_wake(fabric);
             return;
-        } else {
-            poll_rings(fabric);
         }
+        turns += poll_rings(fabric, EVENTS - turns);
+    }
 }
 
 bool soft_fabric_poll(struct soft_device *device, bool all)
@@ -301,6 +309,7 @@ static void yield_to_poller(struct soft_fabric *fabric)
     unsigned int polls = atomic_load(&fabric->polls);
 
     atomic_store(&fabric->thread_yields, true);
+    atomic_store_explicit(&fabric->sockets_due, true, memory_order_relaxed);
     if (is_polled(fabric) && !atomic_load(&fabric->stop)) /* the poller may have stopped just now */
         poll(&wake, 1, YIELD_MS);
     resume_thread(fabric);
@@ -355,7 +364,7 @@ static void handle_unlocked_events(struct soft_fabric *fabric, const struct epol
     uint64_t now = soft_now_ns();
 
     soft_mutex_take(&fabric->progress);
-    poll_rings(fabric);
+    poll_rings(fabric, EVENTS);
     if (fabric->closes == closes) /* otherwise a stream may be freed: epoll reports the other events again */
         soft_fabric_handle_events(fabric, events, count);
     if (now >= atomic_load(&fabric->sweep_at))

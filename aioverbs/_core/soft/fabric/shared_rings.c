@@ -25,6 +25,11 @@
 _Static_assert(SOFT_RINGS_FILE == WORDS_SIZE + 2 * SOFT_RING_SIZE, "");
 #define MAPPED_SIZE (WORDS_SIZE + 4 * SOFT_RING_SIZE)
 
+enum {
+    POLLED_STREAMS = 16, /* streams at which each poll looks, although they are idle or armed */
+    IDLE_LOOKS = 256,    /* looks that find nothing after which one of more streams is idle */
+};
+
 struct ring_words {
     struct soft_ring_side sides[2]; /* connecting, accepting */
 };
@@ -73,6 +78,46 @@ static void set_rings(struct soft_stream *stream, uint8_t *memory)
     stream->why_not_rings[0] = 0;
 }
 
+/* ---- Lists of streams ---------------------------------------------------------------------------------------- */
+
+static void list_add(struct soft_stream **list, struct soft_stream *stream)
+{
+    stream->next_ring = *list;
+    stream->ring_place = list;
+    if (stream->next_ring)
+        stream->next_ring->ring_place = &stream->next_ring;
+    *list = stream;
+}
+
+static void list_remove(struct soft_stream *stream)
+{
+    if (stream->fabric->next_unarmed == stream)
+        stream->fabric->next_unarmed = stream->next_ring;
+    *stream->ring_place = stream->next_ring;
+    if (stream->next_ring)
+        stream->next_ring->ring_place = stream->ring_place;
+    stream->ring_place = NULL;
+}
+
+static void set_armed(struct soft_stream *stream, bool armed)
+{
+    struct soft_fabric *fabric = stream->fabric;
+
+    stream->armed = armed;
+    fabric->unarmed += armed ? -1u : 1u;
+    list_remove(stream);
+    list_add(armed ? &fabric->armed_rings : &fabric->unarmed_rings, stream);
+}
+
+struct soft_stream *soft_rings_next(struct soft_fabric *fabric)
+{
+    struct soft_stream *stream = fabric->next_unarmed ? fabric->next_unarmed : fabric->unarmed_rings;
+
+    assert_held(&fabric->progress);
+    fabric->next_unarmed = stream ? stream->next_ring : NULL;
+    return stream;
+}
+
 void soft_rings_unmap(struct soft_stream *stream)
 {
     struct soft_fabric *fabric = stream->fabric;
@@ -80,10 +125,7 @@ void soft_rings_unmap(struct soft_stream *stream)
     if (!stream->ring_memory)
         return;
     if (stream->ring_place) {
-        *stream->ring_place = stream->next_ring;
-        if (stream->next_ring)
-            stream->next_ring->ring_place = stream->ring_place;
-        stream->ring_place = NULL;
+        list_remove(stream);
         fabric->ring_count--;
         fabric->unarmed -= !stream->armed;
     }
@@ -197,13 +239,10 @@ void soft_rings_open(struct soft_stream *stream)
     stream->armed = stream->rung = stream->ended = false;
     if (!stream->ring_memory)
         return;
-    stream->next_ring = fabric->ring_streams;
-    stream->ring_place = &fabric->ring_streams;
-    if (stream->next_ring)
-        stream->next_ring->ring_place = &stream->next_ring;
     if (fabric->hot == stream)
         fabric->hot = NULL; /* its socket is no more to be read with each poll */
-    fabric->ring_streams = stream;
+    stream->idle_looks = 0;
+    list_add(&fabric->unarmed_rings, stream);
     fabric->ring_count++;
     fabric->unarmed++;
 }
@@ -231,7 +270,9 @@ bool soft_rings_want_room(struct soft_stream *stream)
     atomic_store_explicit(&stream->starved, true, memory_order_relaxed);
     soft_ring_want(stream->ring_out.own, SOFT_WANTS_ROOM);
     atomic_thread_fence(memory_order_seq_cst);
-    if (!soft_ring_room(&stream->ring_out, &room) || room < SOFT_RING_ROOM)
+    if (!soft_ring_room(&stream->ring_out, &room))
+        soft_stream_break(stream);
+    if (room < SOFT_RING_ROOM)
         return false;
     soft_ring_unwant(stream->ring_out.own, SOFT_WANTS_ROOM);
     return true;
@@ -242,18 +283,18 @@ bool soft_rings_want_room(struct soft_stream *stream)
 void soft_rings_disarm(struct soft_stream *stream)
 {
     assert_held(&stream->fabric->progress);
+    stream->idle_looks = 0;
     if (!stream->armed)
         return;
     stream->rung |= !soft_ring_unwant(stream->ring_in.own, SOFT_WANTS_BYTES);
-    stream->armed = false;
-    stream->fabric->unarmed++;
+    set_armed(stream, false);
 }
 
 /* Return whether the stream's bytes are not waited for: they are not handled now, or will be soon. */
 static bool is_not_to_arm(const struct soft_stream *stream)
 {
-    return stream->armed || stream->stalled || stream->paused || stream->unfinished || stream->ended ||
-           stream->refusal || atomic_load(&stream->broken);
+    return stream->stalled || stream->paused || stream->unfinished || stream->ended || stream->refusal ||
+           atomic_load(&stream->broken);
 }
 
 /* Ask for room again if the ring is full: a doorbell for bytes took that wish away. Return whether it is there. */
@@ -269,33 +310,78 @@ static bool want_room_again(struct soft_stream *stream)
     return room;
 }
 
+/* Ask for a doorbell. The caller looks again after a fence. */
+static void want_bytes(struct soft_stream *stream)
+{
+    soft_stream_drain_doorbells(stream);
+    if (!stream->refusal)
+        soft_ring_want(stream->ring_in.own, SOFT_WANTS_BYTES);
+}
+
+/* Arm a stream that has asked for a doorbell, unless it has something to handle: it has `room` for what waits, or its
+ * peer has written meanwhile. Return whether it has. */
+static bool look_again(struct soft_stream *stream, bool room)
+{
+    if (!room && !soft_ring_has_news(&stream->ring_in)) {
+        set_armed(stream, true);
+        return false;
+    }
+    stream->rung |= !soft_ring_unwant(stream->ring_in.own, SOFT_WANTS_BYTES);
+    return true;
+}
+
 bool soft_rings_arm(struct soft_fabric *fabric)
 {
-    struct soft_stream *stream;
+    struct soft_stream *stream, *next;
     bool something = false;
 
     assert_held(&fabric->progress);
     if (!fabric->unarmed)
         return false;
-    for (stream = fabric->ring_streams; stream; stream = stream->next_ring)
-        if (!is_not_to_arm(stream)) {
-            soft_stream_drain_doorbells(stream);
-            if (!stream->refusal)
-                soft_ring_want(stream->ring_in.own, SOFT_WANTS_BYTES);
-        }
+    for (stream = fabric->unarmed_rings; stream; stream = stream->next_ring)
+        if (!is_not_to_arm(stream))
+            want_bytes(stream);
     atomic_thread_fence(memory_order_seq_cst);
-    for (stream = fabric->ring_streams; stream; stream = stream->next_ring) {
-        something |= stream->refusal || (stream->unfinished && !stream->stalled && !atomic_load(&stream->broken)) ||
-                     want_room_again(stream);
-        if (is_not_to_arm(stream))
-            continue;
-        if (soft_ring_has_news(&stream->ring_in)) {
-            stream->rung |= !soft_ring_unwant(stream->ring_in.own, SOFT_WANTS_BYTES);
-            something = true;
-        } else {
-            stream->armed = true;
-            fabric->unarmed--;
-        }
+    for (stream = fabric->unarmed_rings; stream; stream = next) {
+        bool room = want_room_again(stream);
+
+        next = stream->next_ring;
+        something |=
+            room || stream->refusal || (stream->unfinished && !stream->stalled && !atomic_load(&stream->broken));
+        if (!is_not_to_arm(stream))
+            something |= look_again(stream, room);
     }
     return something;
+}
+
+void soft_rings_found_nothing(struct soft_stream *stream)
+{
+    struct soft_fabric *fabric = stream->fabric;
+
+    assert_held(&fabric->progress);
+    if (fabric->unarmed <= POLLED_STREAMS || ++stream->idle_looks < IDLE_LOOKS || is_not_to_arm(stream) ||
+        atomic_load_explicit(&stream->starved, memory_order_relaxed))
+        return;
+    want_bytes(stream);
+    atomic_thread_fence(memory_order_seq_cst);
+    if (!stream->refusal)
+        look_again(stream, want_room_again(stream)); /* a doorbell for room may have been drained */
+}
+
+void soft_rings_look(struct soft_fabric *fabric)
+{
+    if (fabric->ring_count <= POLLED_STREAMS)
+        soft_rings_sweep(fabric);
+}
+
+void soft_rings_sweep(struct soft_fabric *fabric)
+{
+    struct soft_stream *stream, *next;
+
+    assert_held(&fabric->progress);
+    for (stream = fabric->armed_rings; stream; stream = next) {
+        next = stream->next_ring;
+        if (soft_ring_has_news(&stream->ring_in) || atomic_load_explicit(&stream->starved, memory_order_relaxed))
+            soft_rings_disarm(stream);
+    }
 }

@@ -8,9 +8,15 @@
  * A stream that is `armed` has its peer ring for bytes. This holds whenever no thread will look at the rings by itself:
  *
  * - the fabric thread arms all streams before it sleeps in epoll_wait;
- * - a thread that polls leaves streams unarmed only while the fabric thread yields to it, and comes back within
- *   YIELD_MS;
- * - a thread that stops polling, to sleep on the wakeup channel, arms all streams.
+ * - a thread that polls leaves streams unarmed only while the fabric thread yields to it. That thread checks every
+ *   YIELD_MS whether it still polls, and arms all streams if not;
+ * - a thread that stops polling, to sleep on the wakeup channel, arms all streams. Its last poll, which it makes before
+ *   it sleeps, may find frames of a peer that has not looked at `wants` yet, and leave that stream unarmed: then the
+ *   fabric thread arms it, after 2 × YIELD_MS at most.
+ *
+ * A poll looks at the rings of all streams if there are few, since that is cheaper than the calls by which it would
+ * hear of a doorbell. If there are many, it looks at those of streams that are not armed, and arms the ones that are
+ * idle: it hears of them when it looks at the sockets, as of streams that have no rings.
  *
  * A thread that arms a stream looks at its ring once more. All under progress, unless noted otherwise. */
 #ifndef AIOVERBS_SOFT_FABRIC_SHARED_RINGS_H
@@ -59,5 +65,17 @@ void soft_rings_disarm(struct soft_stream *stream);
 
 /* Arm all streams. Return whether one of them has something to handle: it is not armed then. */
 bool soft_rings_arm(struct soft_fabric *fabric);
+
+/* Return the next stream that is not armed, one after the other and again from the first; NULL if there is none. */
+struct soft_stream *soft_rings_next(struct soft_fabric *fabric);
+
+/* A look at the ring of a stream that is not armed has found nothing: arm it if there are many others. */
+void soft_rings_found_nothing(struct soft_stream *stream);
+
+/* Disarm armed streams that have something to handle, if there are few streams. */
+void soft_rings_look(struct soft_fabric *fabric);
+
+/* The same for any number of streams: their peers should have rung. */
+void soft_rings_sweep(struct soft_fabric *fabric);
 
 #endif

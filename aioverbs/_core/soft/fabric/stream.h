@@ -114,14 +114,15 @@ struct soft_stream {
     } rights;
     atomic_bool direct; /* written under progress; read by senders */
     char why_not_direct[64], why_not_rings[64];
-    /* Progress, like the next six. Rings, see soft/fabric/shared_rings.h: their mapping (both), or NULL; list of
-     * fabric->ring_streams, while the stream is open. */
+    /* Progress, like the next seven. Rings, see soft/fabric/shared_rings.h: their mapping (both), or NULL; list of
+     * fabric->armed_rings or unarmed_rings, while the stream is open. */
     uint8_t *ring_memory;
     struct soft_stream *next_ring, **ring_place;
     struct soft_ring_consumer ring_in;
-    bool armed;      /* the peer rings when it has written bytes */
-    bool rung;       /* it has rung, or is about to: the socket gets a byte that is of no use any more */
-    char reason[96]; /* progress: why the stream last ended */
+    bool armed;          /* the peer rings when it has written bytes */
+    bool rung;           /* it has rung, or is about to: the socket gets a byte that is of no use any more */
+    uint32_t idle_looks; /* looks at the ring that found nothing in a row, while there were many such streams */
+    char reason[96];     /* progress: why the stream last ended */
     /* served: progress; links: both. pidfd of the peer's process, or -1; a link keeps it until the next connection */
     int pidfd;
     struct soft_copy_token_page
@@ -195,6 +196,7 @@ struct soft_fabric {
     atomic_uint polls;             /* polls by other threads since soft_fabric_stop_polling() */
     atomic_uint frame_fault_plans; /* contexts whose fault plan may affect frames */
     atomic_bool thread_yields;     /* the thread leaves reading to threads that poll */
+    atomic_bool sockets_due;       /* no thread has looked at the sockets for a while: the next poll does */
 
     struct soft_mutex wakeup_lock; /* protects `wakeup_channel`, see soft/fabric/wakeup.c */
     atomic_uint outgoing;          /* streams that wait for room in their sockets: changed under their tx */
@@ -204,8 +206,10 @@ struct soft_fabric {
     struct soft_stream *streams;
     struct soft_coalesced_ack ack;
     struct soft_stream *hot; /* stream that last had something to read */
-    struct soft_stream *ring_streams;
-    uint32_t ring_count, unarmed; /* number of these; of those that are not armed */
+    /* Open streams that use rings: the ones whose peers ring, and the others, at which each poll looks; and the next
+     * one of these to look at, or NULL for the first. */
+    struct soft_stream *armed_rings, *unarmed_rings, *next_unarmed;
+    uint32_t ring_count, unarmed; /* number of all of them; of those that are not armed */
     /* Written under progress: stream with queued answers, see soft_stream_send_deferred. */
     struct soft_stream *_Atomic deferred;
     uint32_t hot_polls;

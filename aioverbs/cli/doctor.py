@@ -11,7 +11,7 @@ import click
 
 from aioverbs.cli.common import Status, device_names, json_option, print_json
 from aioverbs.cli.diagnosis import Diagnosis, Finding, Severity, diagnose
-from aioverbs.cli.machine import Device, Library, Machine, inspect_machine
+from aioverbs.cli.machine import Device, Library, Machine, Ways, inspect_machine
 
 __all__ = ["as_text", "doctor", "status_of"]
 
@@ -94,6 +94,8 @@ def as_text(machine: Machine, diagnosis: Diagnosis) -> Iterator[str]:
         yield from _findings(diagnosis, device.name)
     if machine.soft_problem is None:
         yield f"{click.style('soft0', bold=True)}  {_verdict(True)}: the software device, without requirements"
+        if probe.ways is not None:
+            yield f"  to other processes: {_ways(probe.ways)}"
     else:
         yield f"{click.style('soft0', bold=True)}  {_verdict(False)}"
         yield from _findings(diagnosis, "soft0")
@@ -124,6 +126,15 @@ def _device(device: Device, usable: bool) -> Iterator[str]:
         suffix = f", {port.netdev}" if port.netdev is not None else ""
         yield f"  port {port.number}: {port.state}, {port.link_layer}{suffix}"
         yield from (f"    GID {gid.index}: {gid.address} {gid.kind}" for gid in port.gids)
+
+
+def _ways(ways: Ways) -> str:
+    """Return how requests and data get to other processes of this user, and why not in a faster way."""
+    if ways.problem is not None:
+        return f"unknown, for a trial failed: {ways.problem}"
+    requests = "requests through shared memory" if ways.rings else f"requests through sockets ({ways.why_not_rings})"
+    data = "data by one copy" if ways.direct else f"data with the requests ({ways.why_not_direct})"
+    return f"{requests}, {data}"
 
 
 def _findings(diagnosis: Diagnosis, subject: str, indent: str = "  ") -> Iterator[str]:

@@ -18,7 +18,7 @@ from aioverbs._providers.software_settings import SoftSettings
 from aioverbs._providers.sysfs import device_nodes, try_open
 from aioverbs.errors import VerbsError
 
-__all__ = ["Device", "Gid", "Library", "Machine", "Port", "Probe", "Trial", "inspect_machine"]
+__all__ = ["Device", "Gid", "Library", "Machine", "Port", "Probe", "Trial", "Ways", "inspect_machine"]
 
 _NO_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
 _PROBE_S = 60.0
@@ -115,6 +115,24 @@ class Trial:
 
 
 @dataclass(frozen=True)
+class Ways:
+    """Ways by which the software device reaches another process of this user, as a trial found them.
+
+    :param rings: whether requests go through shared memory.
+    :param why_not_rings: reason why they do not; empty if they do.
+    :param direct: whether data is copied from memory to memory.
+    :param why_not_direct: reason why it is not; empty if it is.
+    :param problem: error message if the trial failed, and the others are unknown; None if it did not.
+    """
+
+    rings: bool = False
+    why_not_rings: str = ""
+    direct: bool = False
+    why_not_direct: str = ""
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
 class Probe:
     """Results of a separate process that tests the libraries. Created by `probe`.
 
@@ -127,6 +145,7 @@ class Probe:
     :param crash: None if the process ended normally; otherwise text that says how it ended. In this case, all other
         results except `warnings` are unknown and have their default values.
     :param optimized: whether the compiled core was compiled with optimization.
+    :param ways: ways by which the software device reaches another process; None if that was not tried.
     """
 
     libibverbs: Library = Library()
@@ -137,6 +156,7 @@ class Probe:
     crash: str | None = None
     optimized: bool = True
     list_problem: str | None = None
+    ways: Ways | None = None
 
 
 @dataclass(frozen=True)
@@ -210,7 +230,8 @@ def parse_probe(text: str, warnings: tuple[str, ...] = ()) -> Probe:
     :returns: the results; `Probe.crash` is None.
     :raises ValueError: `text` is not JSON.
     :raises KeyError: a result is missing.
-    :raises TypeError: a result has the wrong type, or the result for a library or device has an unknown key.
+    :raises TypeError: a result has the wrong type, or the result for a library, a device or the ways between processes
+        has an unknown key.
     """
     found = json.loads(text)
     return Probe(
@@ -221,6 +242,7 @@ def parse_probe(text: str, warnings: tuple[str, ...] = ()) -> Probe:
         warnings=warnings,
         optimized=found["optimized"],
         list_problem=found["list_problem"],
+        ways=Ways(**found["ways"]),
     )
 
 

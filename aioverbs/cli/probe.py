@@ -1,4 +1,4 @@
-"""Probe process of `aioverbs doctor`: uses the libraries of RDMA devices and prints the results as JSON.
+"""Probe process of `aioverbs doctor`: uses the libraries of RDMA devices and the software device, and prints results.
 
 The probe is a separate process because a library that does not match the others can crash its process.
 """
@@ -15,6 +15,7 @@ from aioverbs._core.handles.handles import is_optimized
 from aioverbs._providers import hardware
 from aioverbs._verbs.device import open_device
 from aioverbs.attributes import QpCapabilities
+from aioverbs.cli.local_peer import find_ways
 from aioverbs.errors import LibraryNotFoundError, VerbsError
 
 _DEPTH = 16
@@ -68,6 +69,17 @@ def _try(name: str) -> dict[str, str | int]:
     return {}
 
 
+def _ways() -> dict[str, str | bool]:
+    """Test how the software device reaches another process.
+
+    :returns: what `find_ways` returns. If it raises any `Exception`, a dict with the key ``problem``, its message.
+    """
+    try:
+        return asyncio.run(find_ways())
+    except Exception as error:  # every error is a result of the probe
+        return {"problem": str(error) or type(error).__name__}
+
+
 def main() -> None:
     """Test the libraries and the devices, then print the results as one JSON object on standard output.
 
@@ -85,7 +97,8 @@ def main() -> None:
         except VerbsError as error:
             list_problem = str(error)
     trials = {name: _try(name) for name in listed}
-    found = {**libraries, "listed": listed, "trials": trials, "optimized": is_optimized(), "list_problem": list_problem}
+    found = {**libraries, "listed": listed, "trials": trials, "optimized": is_optimized()}
+    found |= {"list_problem": list_problem, "ways": _ways()}
     json.dump(found, sys.stdout)
 
 

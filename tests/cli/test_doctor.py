@@ -1,5 +1,6 @@
 """`aioverbs doctor`: output, colours and exit status."""
 
+import asyncio
 import errno
 import json
 import logging
@@ -15,8 +16,8 @@ from click.testing import CliRunner, Result
 from aioverbs import LibraryNotFoundError, VerbsError
 from aioverbs._core.handles import handles
 from aioverbs._providers import hardware
-from aioverbs.cli import doctor, machine, main, probe
-from aioverbs.cli.machine import Trial
+from aioverbs.cli import doctor, local_peer, machine, main, probe
+from aioverbs.cli.machine import Trial, Ways
 from tests.cli.processes import COMMAND, environment, run_on_terminal
 from tests.cli.trees import Tree
 
@@ -50,6 +51,23 @@ def test_invalid_settings_of_the_software_device(tree: Tree) -> None:
     assert "soft0  unusable\n  error: the software device cannot be opened: AIOVERBS_SOFT_DIRECT: " in done.output
     assert "\n      unset AIOVERBS_SOFT_DIRECT\n" in done.output
     assert "open sesame" not in done.output + invoke("--json").output
+
+
+@pytest.mark.parametrize(
+    ("ways", "text"),
+    [
+        (Ways(rings=True, direct=True), "requests through shared memory, data by one copy"),
+        (
+            Ways(why_not_rings="no memory", why_not_direct="no access"),
+            "requests through sockets (no memory), data with the requests (no access)",
+        ),
+        (Ways(problem="no port"), "unknown, for a trial failed: no port"),
+    ],
+)
+def test_ways_to_other_processes(tree: Tree, ways: Ways, text: str) -> None:
+    tree.probe = replace(tree.probe, ways=ways)
+    assert f"\n  to other processes: {text}\n" in invoke().output
+    assert json.loads(invoke("--json").output)["machine"]["probe"]["ways"]["rings"] == ways.rings
 
 
 @pytest.mark.parametrize(
@@ -118,6 +136,21 @@ class TestProbe:
             problem = error.reason
         assert found.libibverbs.problem == problem
         assert problem is not None or Path(found.libibverbs.path or "").is_file()
+
+    @pytest.mark.parametrize("works", [True, False])
+    def test_ways_to_other_processes(self, monkeypatch: pytest.MonkeyPatch, works: bool) -> None:
+        monkeypatch.setenv("AIOVERBS_SOFT_RINGS", str(int(works)))
+        monkeypatch.setenv("AIOVERBS_SOFT_DIRECT", "0")
+        ways = machine.probe().ways
+        assert ways is not None
+        assert (ways.problem, ways.rings) == (None, works)
+        assert ways.why_not_rings == ("" if works else "AIOVERBS_SOFT_RINGS is 0")
+        assert ways.why_not_direct == "AIOVERBS_SOFT_DIRECT is 0"
+
+    def test_a_second_process_that_fails_is_reported(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(local_peer, "_PROGRAM", "aioverbs.cli.no_such_module")
+        with pytest.raises(ChildProcessError, match="ended before it listened"):
+            asyncio.run(local_peer.find_ways())
 
     def test_a_libibverbs_that_lacks_a_verb(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture

@@ -275,8 +275,8 @@ static void frames_to_a_peer_that_sleeps(void)
     CHECK_EQ(rmdir(directory()), 0);
 }
 
-/* A thread that polls seldom looks at the sockets after a time, not only after many polls: a peer that connects does not
- * wait for those. */
+/* A thread that polls seldom looks at the sockets after a time, not only after many polls: a peer that connects does
+ * not wait for those. */
 static void sockets_between_rare_polls(void)
 {
     uint8_t hello[SOFT_HELLO_SIZE];
@@ -351,7 +351,7 @@ static const char *open_without_rings(struct sender *sender, struct soft_stream_
     return stats->why_not_rings;
 }
 
-/* Where too many descriptors are on their way, HELLO is sent without the rings. */
+/* HELLO is sent without the rings if too many descriptors are on their way. */
 static void too_many_descriptors_on_their_way(void)
 {
     struct soft_stream_stats stats;
@@ -362,7 +362,7 @@ static void too_many_descriptors_on_their_way(void)
     atomic_store(&one_descriptor, false);
 }
 
-/* Where the kernel may refuse memory on its first use, nothing is written to memory that was not used before. */
+/* Frames go through sockets if the kernel may refuse memory on its first use. */
 static void strict_overcommit(void)
 {
     struct soft_stream_stats stats;

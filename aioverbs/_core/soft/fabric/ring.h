@@ -113,7 +113,7 @@ void soft_ring_want(struct soft_ring_side *own, uint32_t wants);
 /* Take wishes back. Return whether they still stood; if not, the peer has rung for one, or is about to. */
 bool soft_ring_unwant(struct soft_ring_side *own, uint32_t wants);
 
-/* Return the wishes of the peer that were taken away, if it wants what this side has just published, and 0 otherwise. The
+/* Return the wishes of the peer, which are taken away, if it wants what this side has just published; 0 otherwise. The
  * caller rings once for all of them. */
 uint32_t soft_ring_answer(struct soft_ring_side *peer, uint32_t what);
 

@@ -259,9 +259,9 @@ void soft_rings_notify(struct soft_stream *stream, uint32_t what)
         soft_ring_want(stream->ring_out.peer, taken);
 }
 
-/* The consumer wakes this side with its next store that leaves SOFT_RING_ROOM; or that was before, and is seen here. The
- * doorbell may be read at once, by a thread that sends what is queued if it sees `starved`. So that is set before the
- * fence, too: where that thread does not see it, the consumer's store was before, and is seen here. */
+/* The consumer wakes this side with its next store that leaves SOFT_RING_ROOM; or that was before, and is seen here.
+ * The doorbell may be read at once, by a thread that sends what is queued if it sees `starved`. So that is set before
+ * the fence, too: where that thread does not see it, the consumer's store was before, and is seen here. */
 bool soft_rings_want_room(struct soft_stream *stream)
 {
     uint32_t room = 0;

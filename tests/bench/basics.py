@@ -17,9 +17,11 @@ from pathlib import Path
 import pyperf
 import uvloop
 
-from tests.bench.measuring import Result
+from tests.bench.measuring import Limit, Result
 
 __all__ = ["affinity", "imports", "machine", "native", "parts", "resource_domains"]
+
+LIMITS = {"soft_rings_write_8": {"rings_to_bare_ring": Limit(at_most=10)}}  # of the programs in C
 
 IMPORTS = """
 import time
@@ -56,7 +58,8 @@ def native(seconds: float) -> Iterator[Result]:
         for program in build("bench", Path(folder)):
             done = subprocess.run([program], capture_output=True, text=True, timeout=seconds, check=True)
             for figures in map(json.loads, done.stdout.splitlines()):
-                yield Result(figures.pop("name"), figures)
+                name = figures.pop("name")
+                yield Result(name, figures, LIMITS.get(name, {}))
 
 
 def imports(runs: int) -> Result:

@@ -187,6 +187,69 @@ static void clients_are_killed(void)
     finish();
 }
 
+static struct sender senders[4];
+
+/* Requests of all sizes, so that a kill may come at any place of a frame. */
+static void send_all_sizes(struct node *from, const union ibv_gid *to)
+{
+    static const uint32_t sizes[] = {0, 90, 5000, SOFT_FRAGMENT};
+    unsigned int i;
+
+    for (i = 0; i < COUNT_OF(senders); i++) {
+        sender_open(&senders[i], from, to, i);
+        sender_want(&senders[i], IBV_WR_SEND, 1000000, sizes[i]);
+    }
+}
+
+static void send_on(void)
+{
+    while (!atomic_load(&shared->go))
+        sleep_us(100);
+    node = node_open();
+    send_all_sizes(node, &shared->gid[1]);
+    for (;;)
+        pause();
+}
+
+/* Kill one side in the middle of writes to rings. The survivor handles whole frames only, and keeps nothing of the
+ * other side; a link is told. AIOVERBS_KILLS is the number of kills. */
+static void kills_amid_writes(void)
+{
+    unsigned int round, kills = getenv("AIOVERBS_KILLS") ? (unsigned int)atoi(getenv("AIOVERBS_KILLS")) : SCALED(40);
+    unsigned int random = 11, descriptors, i;
+
+    begin();
+    descriptors = open_descriptors();
+    for (round = 0; round < kills; round++) {
+        bool serves = round % 2;
+        pid_t child;
+
+        atomic_store(&shared->go, 0);
+        child = start(serves ? send_on : serve);
+        if (serves) {
+            node = node_open_at(shared->gid, 0);
+            REQUIRE_EQ(soft_fabric_listen(&node->device), 0);
+            atomic_store(&shared->go, 1);
+            EVENTUALLY(node->requests > 0);
+        } else {
+            EVENTUALLY(shared->ready);
+            node = node_open();
+            send_all_sizes(node, &shared->gid[0]);
+            EVENTUALLY(node->responses > 0);
+        }
+        sleep_us(next_random(&random, 3000));
+        end(child);
+        EVENTUALLY(!stats_of(node).streams);
+        CHECK_EQ(node->wrong, 0);
+        CHECK_EQ(stats_of(node).refused_frames, 0);
+        for (i = 0; !serves && i < COUNT_OF(senders); i++)
+            sender_close(&senders[i]);
+        node_close(node);
+        EVENTUALLY(open_descriptors() == descriptors);
+    }
+    finish();
+}
+
 /* A child of a fork has none of its parent's sockets: if the parent closes a connection, the peer sees its end. */
 static void a_fork_keeps_no_sockets(void)
 {
@@ -713,7 +776,7 @@ static void nothing_is_copied_without_a_token(void)
     soft_mutex_destroy(&scene.link.stream.tx);
 }
 
-CHECK_MAIN_ONCE(CASE(a_peer_is_killed), CASE(clients_are_killed), CASE(direct_copies),
+CHECK_MAIN_ONCE(CASE(a_peer_is_killed), CASE(clients_are_killed), CASE(kills_amid_writes), CASE(direct_copies),
                 CASE(nothing_is_copied_after_the_peer_was_given_up),
                 CASE(a_socket_that_its_sender_reads_keeps_no_fork_waiting), CASE(all_copy_tokens_can_be_used),
                 CASE(direct_copies_can_be_disabled), CASE(nothing_is_copied_without_a_token),

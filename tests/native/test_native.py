@@ -30,6 +30,14 @@ def built(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
     return folder
 
 
+@pytest.mark.slow
+def test_many_kills(built: Path) -> None:
+    """Either side of a pair of rings is killed 500 times."""
+    env = {**os.environ, "AIOVERBS_KILLS": "500"}
+    done = subprocess.run([built / "test_fabric_processes"], capture_output=True, text=True, timeout=240, env=env)
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}"
+
+
 @pytest.mark.parametrize(
     ("name", "environment"),
     [(source.stem, environment) for source in programs("plain") for environment in environments(source.stem)],

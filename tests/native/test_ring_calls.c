@@ -6,17 +6,21 @@
 
 #include <fcntl.h>
 #include <poll.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <sys/mman.h>
 #include <sys/socket.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include "soft/fabric/ring.h"
 #include "soft/fabric/shared_rings.h"
 #include "soft/fabric/stream.h"
 
-static _Thread_local unsigned int calls, looks; /* epoll_wait without waiting is a look */
+static _Thread_local unsigned int calls, looks; /* epoll_wait is a look */
+static atomic_uint all_calls, all_looks;        /* of all threads */
 static atomic_bool held;                        /* fabric threads stay in poll(): they yield to this thread */
 static _Thread_local bool no_buffers;           /* send() fails */
 static atomic_bool one_descriptor;              /* sendmsg() fails with more than one descriptor */
@@ -48,9 +52,15 @@ int __wrap_poll(struct pollfd *fds, nfds_t count, int timeout);
 int __wrap_open(const char *path, int flags, ...);
 int __wrap_setsockopt(int fd, int level, int option, const void *value, socklen_t size);
 
-ssize_t __wrap_send(int fd, const void *from, size_t size, int flags)
+static void count_call(void)
 {
     calls++;
+    atomic_fetch_add(&all_calls, 1);
+}
+
+ssize_t __wrap_send(int fd, const void *from, size_t size, int flags)
+{
+    count_call();
     if (no_buffers) {
         errno = ENOBUFS;
         return -1;
@@ -60,7 +70,7 @@ ssize_t __wrap_send(int fd, const void *from, size_t size, int flags)
 
 ssize_t __wrap_sendmsg(int fd, const struct msghdr *message, int flags)
 {
-    calls++;
+    count_call();
     if (atomic_load(&one_descriptor) && message->msg_control &&
         CMSG_FIRSTHDR(message)->cmsg_len > CMSG_LEN(sizeof(int))) {
         errno = ETOOMANYREFS;
@@ -73,7 +83,7 @@ ssize_t __wrap_recv(int fd, void *to, size_t size, int flags)
 {
     ssize_t got = __real_recv(fd, to, size, flags);
 
-    calls++;
+    count_call();
     if (got > 0 && atomic_load(&flooder) >= 0 && floods < 1000) {
         floods++;
         __real_send(atomic_load(&flooder), "", 1, MSG_DONTWAIT);
@@ -83,31 +93,32 @@ ssize_t __wrap_recv(int fd, void *to, size_t size, int flags)
 
 ssize_t __wrap_recvmsg(int fd, struct msghdr *message, int flags)
 {
-    calls++;
+    count_call();
     return __real_recvmsg(fd, message, flags);
 }
 
 int __wrap_eventfd_write(int fd, eventfd_t value)
 {
-    calls++;
+    count_call();
     return __real_eventfd_write(fd, value);
 }
 
 int __wrap_eventfd_read(int fd, eventfd_t *value)
 {
-    calls++;
+    count_call();
     return __real_eventfd_read(fd, value);
 }
 
 int __wrap_epoll_ctl(int epoll, int operation, int fd, struct epoll_event *event)
 {
-    calls++;
+    count_call();
     return __real_epoll_ctl(epoll, operation, fd, event);
 }
 
 int __wrap_epoll_wait(int epoll, struct epoll_event *events, int room, int timeout)
 {
     looks++;
+    atomic_fetch_add(&all_looks, 1);
     return __real_epoll_wait(epoll, events, room, timeout);
 }
 
@@ -115,7 +126,7 @@ int __wrap_poll(struct pollfd *fds, nfds_t count, int timeout)
 {
     int ready;
 
-    calls++;
+    count_call();
     do
         ready = __real_poll(fds, count, timeout);
     while (!ready && atomic_load(&held));
@@ -432,7 +443,92 @@ static void a_descriptor_among_doorbells(void)
     atomic_store(&old_kernel, false);
 }
 
+/* ---- Many processes ------------------------------------------------------------------------------------------ */
+
+enum { CLIENTS = 64, EACH = 50 };
+
+static struct {
+    union ibv_gid gid[2];
+    atomic_bool go, quiet;
+    atomic_uint finished;
+} *shared;
+
+/* Be a client: send requests as fast as they are taken, until there have been enough; then be silent. */
+static void be_client(uint32_t number)
+{
+    struct sender sender;
+
+    while (!atomic_load(&shared->go))
+        sleep_us(1000);
+    a = node_open();
+    sender_open(&sender, a, &shared->gid[0], number);
+    while (!atomic_load(&shared->quiet)) {
+        sender_want(&sender, IBV_WR_SEND, 20, 64);
+        if (!sender_finish(&sender))
+            _exit(1);
+    }
+    EVENTUALLY(a->responses == atomic_load(&sender.sent));
+    atomic_fetch_add(&shared->finished, 1);
+    for (;;)
+        pause();
+}
+
+static unsigned int fewest_requests(void)
+{
+    unsigned int i, fewest = UINT32_MAX;
+
+    soft_mutex_take(&b->device.fabric->progress);
+    for (i = 0; i < CLIENTS; i++)
+        fewest = b->requests_of[i] < fewest ? b->requests_of[i] : fewest;
+    soft_mutex_give(&b->device.fabric->progress);
+    return fewest;
+}
+
+/* Each of many clients is served, while all of them send as fast as they can. Once they are silent, the server makes no
+ * call but the one in which it sleeps, which ends once a second, for deadlines. */
+static void many_client_processes(void)
+{
+    pid_t children[CLIENTS];
+    unsigned int i;
+
+    new_directory();
+    shared = mmap(NULL, sizeof(*shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    REQUIRE(shared != MAP_FAILED);
+    shared->gid[0] = (union ibv_gid){.raw = {0xfe, 0x80, [15] = 9}};
+    shared->gid[1] = (union ibv_gid){.raw = {[10] = 0xff, 0xff, 127, 9, 9, 9}};
+    fflush(stdout);
+    for (i = 0; i < CLIENTS; i++) {
+        children[i] = fork();
+        REQUIRE(children[i] >= 0);
+        if (!children[i])
+            be_client(i);
+    }
+    b = node_open_at(shared->gid, 0);
+    b->of = CLIENTS;
+    REQUIRE_EQ(soft_fabric_listen(&b->device), 0);
+    atomic_store(&shared->go, true);
+    EVENTUALLY(fewest_requests() >= EACH);
+    atomic_store(&shared->quiet, true);
+    EVENTUALLY(atomic_load(&shared->finished) == CLIENTS);
+    CHECK_EQ(stats_of(b).streams, CLIENTS);
+    sleep_us(1100000); /* the deadlines of handshakes, and the last doorbells */
+    atomic_store(&all_calls, 0);
+    atomic_store(&all_looks, 0);
+    sleep_us(2000000);
+    CHECK_EQ(all_calls, 0);
+    CHECK(all_looks <= 3);
+    for (i = 0; i < CLIENTS; i++) {
+        kill(children[i], SIGKILL);
+        CHECK_EQ(waitpid(children[i], NULL, 0), children[i]);
+    }
+    EVENTUALLY(!stats_of(b).streams);
+    CHECK_EQ(b->wrong, 0);
+    node_close(b);
+    munmap(shared, sizeof(*shared));
+    CHECK_EQ(rmdir(directory()), 0);
+}
+
 CHECK_MAIN_ONCE(CASE(frames_to_an_awake_peer), CASE(many_frames_to_an_awake_peer), CASE(frames_to_a_peer_that_sleeps),
                 CASE(sockets_between_rare_polls), CASE(a_doorbell_without_memory),
                 CASE(too_many_descriptors_on_their_way), CASE(strict_overcommit), CASE(doorbells_without_end),
-                CASE(a_descriptor_among_doorbells))
+                CASE(a_descriptor_among_doorbells), CASE(many_client_processes))

@@ -204,6 +204,7 @@ def probe() -> Probe:
     """
     command = [sys.executable, "-P", "-m", "aioverbs.cli.probe"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # the same import path as here
+    environment.pop("AIOVERBS_SOFT_ADDRESS", None)  # two processes of the probe could not both listen there
     try:
         done = subprocess.run(
             command,

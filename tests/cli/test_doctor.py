@@ -141,6 +141,7 @@ class TestProbe:
     def test_ways_to_other_processes(self, monkeypatch: pytest.MonkeyPatch, works: bool) -> None:
         monkeypatch.setenv("AIOVERBS_SOFT_RINGS", str(int(works)))
         monkeypatch.setenv("AIOVERBS_SOFT_DIRECT", "0")
+        monkeypatch.setenv("AIOVERBS_SOFT_ADDRESS", "127.0.0.1:7470")  # the processes do not both listen there
         ways = machine.probe().ways
         assert ways is not None
         assert (ways.problem, ways.rings) == (None, works)

@@ -346,8 +346,8 @@ bool soft_rings_arm(struct soft_fabric *fabric)
         bool room = want_room_again(stream);
 
         next = stream->next_ring;
-        something |=
-            room || stream->refusal || (stream->unfinished && !stream->stalled && !atomic_load(&stream->broken));
+        something |= room || stream->refusal ||
+                     (stream->unfinished && !stream->paused && !stream->stalled && !atomic_load(&stream->broken));
         if (!is_not_to_arm(stream))
             something |= look_again(stream, room);
     }

@@ -606,7 +606,8 @@ def wheels(session: nox.Session) -> None:
     emulators = [program.parent / "run" for name, (_, program) in made.items() if name.endswith("aarch64")]
     if emulators:
         session.install(*group("native"))
-        compiler = f"{session.bin}/python -m ziglang cc -target aarch64-linux-gnu.2.28"
+        # For the C library of Debian 12: some programs call gettid, which that of manylinux_2_28 lacks.
+        compiler = f"{session.bin}/python -m ziglang cc -target aarch64-linux-gnu.2.36"
         try:
             run_native(session, "plain", str(emulators[0]), env={"CC": compiler, "CFLAGS": "-DWAIT_S=40"})
         except CommandFailed:

@@ -300,7 +300,7 @@ class Device(HandleResource[handles.Context]):
         :returns: the device itself.
         """
         host = software.unresolved_host(self._name or os.environ.get("AIOVERBS_DEVICE"))
-        if host is not None and self._user_context is None:
+        if host is not None and self._user_context is None and software.is_software(self._name or default_name()):
             await anyio.to_thread.run_sync(resolve_host, host)
         return await super().open()
 

@@ -37,6 +37,9 @@ def shared_device(name: str | None = None) -> Device:
     it, for example with `Device.loop_domain`. The device stays open until the process ends, which closes it. A forked
     child gets a device of its own from its first call.
 
+    The call that opens the device does so in its own thread, and resolves a host name there; other calls wait for it.
+    Where that may take long, call ``await asyncio.to_thread(shared_device)`` first.
+
     Use the device as it is, without ``async with`` and without closing it. If it is closed nevertheless, it is closed
     for all code in the process, and the next call opens another one.
 

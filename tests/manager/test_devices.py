@@ -317,3 +317,12 @@ async def test_the_warning_names_the_reason_of_each_device(
     assert message.count("cannot be opened: ibv_open_device failed: EACCES") == 2
     assert "mlx5_0 cannot" in message
     assert "; mlx5_1 cannot" in message
+
+
+async def test_no_host_name_is_resolved_if_an_rdma_device_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AIOVERBS_DEVICE", raising=False)
+    monkeypatch.setenv("AIOVERBS_SOFT_ADDRESS", "no-such-host.invalid:0")
+    monkeypatch.setattr("aioverbs._verbs.device.default_name", lambda: "mlx5_7")
+    monkeypatch.setattr(hardware, "names", list)
+    with pytest.raises((DeviceNotFoundError, LibraryNotFoundError)):
+        await open_device().open()

@@ -366,8 +366,10 @@ class Supervisor:
             if not handle.is_ready:
                 handle.backlog.append((call, contextvars.copy_context()))
                 return call
-        with contextlib.suppress(RuntimeError):  # the worker's loop is closed: `on_worker_end` will end the call
+        try:  # noqa: SIM105 - contextlib.suppress would allocate for each call
             call.post()
+        except RuntimeError:  # the worker's loop is closed: `on_worker_end` will end the call
+            pass
         return call
 
     def withdraw_backlogged(self, call: PendingCall) -> bool:

@@ -121,15 +121,19 @@ async def demonstrate(name: str | None, size: int, messages: int) -> Outcome:
 class _Reasons(logging.Handler):
     """Log handler that keeps the reason that `open_device` logs when it selects the software device.
 
-    It handles messages of the logger ``aioverbs`` for the duration of its ``with`` block.
+    It handles messages of the logger ``aioverbs``, from INFO up, for the duration of its ``with`` block.
     """
 
     def __init__(self) -> None:
-        super().__init__(logging.WARNING)
+        super().__init__(logging.INFO)
         self._reason = "the first RDMA device with an active port"
+        self._logger = logging.getLogger("aioverbs")
+        self._level_before = logging.NOTSET
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._reason = record.getMessage().partition(": ")[2] or record.getMessage()
+        selected, _, reason = record.getMessage().partition(": ")
+        if selected.startswith("opening the software device"):
+            self._reason = reason
 
     def text(self, name: str | None) -> str:
         """Return text that says why `open_device` selected its device in this handler's ``with`` block.
@@ -145,11 +149,14 @@ class _Reasons(logging.Handler):
         return "selected by AIOVERBS_DEVICE" if os.environ.get("AIOVERBS_DEVICE") else self._reason
 
     def __enter__(self) -> "_Reasons":
-        logging.getLogger("aioverbs").addHandler(self)
+        self._level_before = self._logger.level
+        self._logger.setLevel(min(self._logger.getEffectiveLevel(), logging.INFO))
+        self._logger.addHandler(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        logging.getLogger("aioverbs").removeHandler(self)
+        self._logger.removeHandler(self)
+        self._logger.setLevel(self._level_before)
 
 
 # ---- Worker process

@@ -47,7 +47,7 @@ def test_importing_commands_loads_no_heavy_modules() -> None:
     code = (
         "import sys; from importlib import import_module; from aioverbs.cli import main\n"
         "for name in main.COMMANDS: import_module(f'aioverbs.cli.{name}')\n"
-        "print([name for name in sys.modules if name.startswith(('aioverbs._core', 'rich', 'uvloop', 'numpy'))])"
+        "print([name for name in sys.modules if name.startswith(('rich', 'uvloop', 'numpy'))])"
     )
     done = subprocess.run([sys.executable, "-P", "-c", code], env=environment(), capture_output=True, check=True)
     assert done.stdout.decode().strip() == "[]"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from aioverbs.cli.diagnosis import Diagnosis, Finding, Severity, diagnose
-from aioverbs.cli.machine import Library, Probe, Trial, parse_probe
+from aioverbs.cli.machine import Library, Probe, Trial, Ways, parse_probe
 from tests.cli.trees import IPV4, KERNEL, LINK_LOCAL, Tree
 
 LIMITED = "Max locked memory         {0}              {0}              bytes"
@@ -388,7 +388,7 @@ def test_files_that_cannot_be_read_or_decoded(tree: Tree) -> None:
 def test_parsing_the_output_of_the_probe() -> None:
     text = """{"libibverbs": {"path": "/l", "version": "44.0"}, "librdmacm": {"problem": "none"},
                "listed": ["rxe0"], "trials": {"rxe0": {"problem": "no", "number": 12}},
-               "optimized": false, "list_problem": null}"""
+               "optimized": false, "list_problem": null, "ways": {"problem": "no memory"}}"""
     assert parse_probe(text, ("a warning",)) == Probe(
         Library("/l", "44.0"),
         Library(problem="none"),
@@ -396,4 +396,5 @@ def test_parsing_the_output_of_the_probe() -> None:
         {"rxe0": Trial("no", 12)},
         ("a warning",),
         optimized=False,
+        ways=Ways(problem="no memory"),
     )

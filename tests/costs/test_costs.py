@@ -135,7 +135,7 @@ COSTS = {
         within=CHECK_TOLERANCE,
     ),
     # Awaits that complete at once, with a turn of the loop after a number of them.
-    "lease": Cost(0, {"epoll_wait": (7, 7)}, (2182, 2126)),
+    "lease": Cost(0, {"epoll_wait": (8, 8)}, (2197, 2133)),
     # Each loop wakes the other one, once; the caller has a second turn for its task.
     "call of a worker": Cost(
         0,

@@ -19,6 +19,7 @@ def counted_turns() -> Iterator[list[None]]:
     """Add an item to the yielded list in each turn of the loop until the end of the block."""
     loop = asyncio.get_running_loop()
     turns: list[None] = []
+    handle: asyncio.Handle
 
     def turn() -> None:
         nonlocal handle

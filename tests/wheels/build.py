@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 
 # Run as a script: import the project's packages from its root.
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from tests.debian import PackageError
 from tests.wheels.interpreters import Interpreter, find

@@ -68,13 +68,14 @@ struct soft_fabric_stats stats_of(struct node *node);
 bool last_reason_is(struct node *node, const char *part);
 
 /* Wait until the condition is true. Fail after the deadline. */
-#define EVENTUALLY(condition)                              \
-    do {                                                   \
-        uint64_t end_ = now_ns() + WAIT_S * 1000000000ull; \
-                                                           \
-        while (!(condition) && now_ns() < end_)            \
-            sleep_us(200);                                 \
-        CHECK(condition);                                  \
+#define EVENTUALLY(condition)                                               \
+    do {                                                                    \
+        uint64_t end_ = now_ns() + WAIT_S * 1000000000ull;                  \
+        bool is_true_;                                                      \
+                                                                            \
+        while (!(is_true_ = (condition)) && now_ns() < end_)                \
+            sleep_us(200);                                                  \
+        check_true(is_true_, HERE, #condition); /* it may be false again */ \
     } while (0)
 
 /* ---- A peer that is none ----------------------------------------------------------------------------------- */

@@ -4,6 +4,7 @@ import asyncio
 import errno
 import gc
 import io
+import re
 import sys
 import warnings
 import weakref
@@ -272,8 +273,7 @@ async def test_resources_that_a_task_of_the_library_makes_are_never_created_by_a
     ):
         await until(lambda: str(device.resources()).count("Connection") == 2)
         text = str(device.resources())
-        assert "asyncio" not in text
-        assert "opened at ?" not in text
+        assert not re.search(r"opened at (\?|\S*asyncio)", text)
         await near.send(b"")
 
 

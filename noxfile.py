@@ -323,6 +323,9 @@ def tsan(session: nox.Session) -> None:
     env = {"LD_PRELOAD": find_runtime(session, "libtsan.so")}
     suppressions = ROOT / "tests" / "thread_sanitizer.txt"
     env["TSAN_OPTIONS"] = f"{options}:suppressions={suppressions}:log_path={reports / 'of'}"
+    # The sanitizer goes by addresses, so it does not see that a ring, which each end maps at another one, orders the
+    # accesses of the two ends. The C programs have both ends on one mapping.
+    env["AIOVERBS_SOFT_RINGS"] = "0"
     pytest = ("python", "-P", "-m", "pytest", *PARALLEL, "-m", SANITIZER_MARKERS, "-o", "timeout=300")
 
     def run(*tests: str, **more: str) -> None:
@@ -339,12 +342,13 @@ def tsan(session: nox.Session) -> None:
     # Tests of the fabric, without those that read memory while a peer may write it: RDMA allows that race.
     fabric = [f"tests/fabric/test_{name}.py" for name in ("frames", "messages", "awaiting", "completion_queues")]
     chosen = "test_frames and (silent or unreliable or one_queue_pair or oldest or seed) or not test_frames"
-    run(*fabric, "-k", chosen)
+    without_rings = "not rings and not direct"  # these set AIOVERBS_SOFT_RINGS themselves
+    run(*fabric, "-k", f"({chosen}) and {without_rings}")
     # Tests with worker processes, which mostly wait for processes to start: always on one loop. Most of the workers use
     # the other loop.
     processes = ["tests/sharing", "tests/pool/test_servers.py", "tests/pool/test_processes.py"]
     processes += ["tests/pool/test_process_lifecycle.py"]
-    run(*processes, AIOVERBS_TEST_LOOPS="asyncio", AIOVERBS_TEST_PACE="3")
+    run(*processes, "-k", without_rings, AIOVERBS_TEST_LOOPS="asyncio", AIOVERBS_TEST_PACE="3")
 
 
 def find_runtime(session: nox.Session, library: str) -> str:

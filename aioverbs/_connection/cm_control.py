@@ -154,14 +154,17 @@ class CmControlChannel:
             return None
         return self.identifier.local_address if which == "sockname" else self.identifier.peer_address
 
-    def abort(self) -> None:
+    def abort(self) -> bool:
         """Start disconnecting without waiting for the peer's answer. The identifier stays open until `aclose`.
 
         This has no effect if the queue pair is not connected.
+
+        :returns: whether the identifier is closed.
         """
         state_machine = cm_state_machine_of(self.identifier)
         if state_machine is not None and not self.identifier.closed:
             state_machine.disconnect()
+        return self.identifier.closed
 
     async def aclose(self) -> None:
         """Disconnect from the peer, close the identifier and release the reference to its channel, even if cancelled.

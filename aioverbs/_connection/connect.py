@@ -16,8 +16,7 @@ from aioverbs._connection.settings import ConnectionSettings
 from aioverbs._connection.tcp_control import connect_tcp
 from aioverbs._durations import duration
 from aioverbs._exports import publish
-from aioverbs._lifecycle.affinity import OwnedBlock, running_loop
-from aioverbs._lifecycle.resource import suppress_warning
+from aioverbs._lifecycle.affinity import OwnedBlock
 from aioverbs._proofs import make_nonce
 from aioverbs._verbs.base_domain import Domain, check_caller
 from aioverbs._verbs.ports import check_port, gid_index
@@ -56,10 +55,6 @@ class ConnectOptions(TypedDict, total=False):
     secret: bytes | None
     settings: ConnectionSettings | None
     timeout_s: float
-
-
-# strong references, as event loops keep weak ones; each access is one atomic operation of set
-_abort_tasks: set[asyncio.Task[None]] = set()
 
 
 @dataclass
@@ -129,12 +124,11 @@ async def _perform_handshake(
             with contextlib.suppress(OSError, BrokenResourceError, QueuePairStateError, WorkCompletionError):
                 await control.send(encode_reject(error))
         try:
-            if connection._is_modify_pending:
-                if progress is not None:
-                    progress.waiting_for = "the device did not resolve the peer's link-layer address"
-                _abort_in_background(connection)
-            else:
-                await connection.abort()
+            connection.abort()
+            if not connection._is_modify_pending:
+                await connection.aclose()
+            elif progress is not None:
+                progress.waiting_for = "the device did not resolve the peer's link-layer address"
         finally:
             if isinstance(error, Exception) or isinstance(control, CmControlChannel):
                 await control.aclose()
@@ -142,17 +136,6 @@ async def _perform_handshake(
                 control.abort()
         raise
     return connection
-
-
-def _abort_in_background(connection: Connection) -> None:
-    """Start a background task that aborts a connection, without waiting for the task.
-
-    If aborting fails, the event loop logs the exception.
-    """
-    suppress_warning(connection)  # the caller did not forget to close it
-    task = running_loop().create_task(connection.abort())
-    _abort_tasks.add(task)
-    task.add_done_callback(_abort_tasks.discard)
 
 
 async def _connect_queue_pairs(control: CmControlChannel, connection: Connection, initiator: bool) -> None:

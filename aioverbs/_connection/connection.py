@@ -20,7 +20,7 @@ from aioverbs._connection.wire import FrameKind
 from aioverbs._core.data_path.data_path import Operation, RegionSlice, RemoteRegion
 from aioverbs._exports import publish
 from aioverbs._lifecycle.affinity import Affinity, running_loop
-from aioverbs._lifecycle.lifecycle import OPEN
+from aioverbs._lifecycle.lifecycle import OPEN, Lifecycle
 from aioverbs._lifecycle.resource import Resource, open_part_now
 from aioverbs._memory.buffer_pool import LeasedBuffer
 from aioverbs._memory.region import MemoryRegion
@@ -95,8 +95,11 @@ class ControlChannel(Protocol):
             None or the last address with TCP.
         """
 
-    def abort(self) -> None:
-        """End the connection to the peer at once, without waiting for the peer."""
+    def abort(self) -> bool:
+        """End the connection to the peer at once, without waiting for the peer.
+
+        :returns: True if nothing is left to do; False if `aclose` still has to be awaited.
+        """
 
     async def aclose(self) -> None:
         """Close the channel, and wait a limited time for the peer to close its end.
@@ -219,6 +222,13 @@ class _ConnectionMonitor:
             finally:
                 self.control.abort()
 
+    def drain_now(self) -> bool:
+        """Do what `drain` does without waiting for the peer.
+
+        :returns: False if `drain` still has to be awaited.
+        """
+        return self.control is None or self.control.abort()
+
     def destroy(self) -> None:
         """Return the buffers to the pool that connections share, and call the callback set with `on_closed`."""
         self._block.release()
@@ -301,7 +311,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         qp.to_init(qp_access_flags=_ACCESS)
         channel.post_receives()
         self._lifecycle.stop = monitor.stop
-        self._lifecycle.drain = monitor.drain
+        self._lifecycle.drain, self._lifecycle.drain_now = monitor.drain, monitor.drain_now
         self._offer = self._make_offer(qp)
 
     async def _prepare(self) -> Offer:
@@ -476,18 +486,34 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         finally:
             await super().aclose()
 
-    async def abort(self) -> None:
-        """Close the connection without delivering messages that are still in flight.
+    def abort(self) -> None:
+        """Close the connection without waiting. Messages that are still in flight may be lost.
 
-        The peer's calls raise `BrokenResourceError`. Closing twice has no effect.
+        This can be called at any moment, in a callback or while the event loop is shutting down. When it returns, the
+        peer has been notified, whose calls raise `BrokenResourceError`, and all calls that wait on this end raise
+        `ClosedResourceError`. Memory that the device may still access stays pinned until the device is done; a
+        background task then closes the rest, and `aclose` waits for that. Aborting twice has no effect.
 
-        :raises AffinityError: another running event loop owns the connection; nothing was done.
-        :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain. The connection is
-            not closed, but no longer sends or receives: close it again.
+        On another thread or event loop than that of the connection, as in a finalizer, this only schedules the call on
+        the loop of the connection. If that loop is closed, the peer is notified, and closing the domain closes the
+        rest. In a forked child this method does nothing: the connection belongs to the parent.
+
         :raises VerbsError: a verb failed. If the connection is not `closed`, it no longer sends or receives, but can be
             closed again.
         """
-        await super().aclose()
+        monitor, lifecycle = self._monitor, self._lifecycle
+        owner = lifecycle.owner
+        if monitor is None or owner is None or lifecycle.inherited or self.closed:
+            return
+        lifecycle.suppress_warning = True
+        if owner.owns():
+            _abort(lifecycle, monitor)
+            return
+        try:
+            assert owner.loop is not None
+            owner.loop.call_soon_threadsafe(_abort, lifecycle, monitor)
+        except RuntimeError:  # the loop is closed
+            monitor.drain_now()
 
     def _open_channel(self) -> MessageChannel:
         """Return the message channel, after checking that the connection is open.
@@ -862,6 +888,22 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         """
         channel = self._open_channel()
         return MessageByteStream(self, channel.fragment_size, channel.check_caller)
+
+
+def _abort(lifecycle: Lifecycle, monitor: _ConnectionMonitor) -> None:
+    """Notify the peer of a connection, and close the connection without waiting. Call on the loop of the connection.
+
+    If another thread is executing a verb on the same unlocked domain, close the connection in a later turn of the loop.
+
+    :param lifecycle: node of the connection.
+    :param monitor: monitor of the connection.
+    :raises VerbsError: a verb failed. The connection stays open, but no longer sends or receives.
+    """
+    monitor.drain_now()
+    try:
+        lifecycle.abort()
+    except ConcurrentAccessError:
+        running_loop().call_soon(_abort, lifecycle, monitor)
 
 
 def on_closed(connection: Connection, callback: Callable[[], object]) -> None:

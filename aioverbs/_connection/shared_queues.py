@@ -87,7 +87,7 @@ class _QueueSet:
             if not cq.statistics().children:
                 # on failure, retried by the next call, or closed together with the domain
                 with contextlib.suppress(AffinityError, ConcurrentAccessError):
-                    lifecycle_of(cq).close_later()
+                    lifecycle_of(cq).abort()
                     self._broken.remove(cq)
 
     def add(self, cq: CompletionQueue) -> None:

@@ -5,7 +5,6 @@ import contextlib
 import errno
 import socket
 import ssl as tls
-from asyncio.trsock import TransportSocket
 from collections.abc import Callable
 from typing import cast
 
@@ -35,6 +34,8 @@ class TcpControlChannel(asyncio.Protocol):
         self._waiter: asyncio.Future[None] | None = None
         self._on_lost: Callable[[Exception], object] | None = None
         self._transport: asyncio.Transport | None = None
+        self._socket: socket.socket | None = None  # the transport's, for its descriptor only
+        self._addresses: dict[str, Address] = {}
         self._closed: asyncio.Future[None] = running_loop().create_future()
         self._forks = forks.count
 
@@ -43,12 +44,14 @@ class TcpControlChannel(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Store the transport, and keep its socket from being inherited by forked children."""
         self._transport = cast(asyncio.Transport, transport)
+        # A TLS transport gives no information any longer once it was closed twice.
+        self._socket = transport.get_extra_info("socket")
+        self._addresses = {name: transport.get_extra_info(name) for name in ("sockname", "peername")}
         forks.keep_from_children(self)
 
     def fileno(self) -> int:
         """Return the file descriptor of the socket; -1 if the connection is closed."""
-        sock = self._transport.get_extra_info("socket") if self._transport is not None else None
-        return sock.fileno() if sock is not None and not self._closed.done() else -1
+        return self._socket.fileno() if self._socket is not None and not self._closed.done() else -1
 
     def data_received(self, data: bytes) -> None:
         """Buffer data that the peer sent for the handshake. After the handshake, fail and abort the connection instead.
@@ -147,18 +150,35 @@ class TcpControlChannel(asyncio.Protocol):
     def address(self, which: str) -> Address | None:
         """Return the local address if `which` is ``"sockname"``, or the peer's if it is ``"peername"``.
 
-        :returns: the address; None before the connection is made. After its end, the address without TLS, None with it.
+        :returns: the address, also after the end of the connection; None before the connection is made.
         """
-        found = self._transport.get_extra_info(which) if self._transport is not None else None
-        return cast("Address | None", found)
+        return self._addresses.get(which)
 
-    def abort(self) -> None:
+    def abort(self) -> bool:
         """Close the connection at once, without sending buffered data. Closing twice has no effect.
 
-        If the event loop is closed, only the socket is shut down; in a forked child, nothing is done.
+        When this returns, the kernel has been told to notify the peer; the event loop closes the descriptor in its next
+        turn. If the event loop is closed, only the socket is shut down; in a forked child, nothing is done.
+
+        :returns: True: nothing is left to wait for.
         """
-        if self._transport is not None and not self._abandon_if_loop_gone():
-            self._transport.abort()
+        if self._transport is not None and self._forks == forks.count:
+            self._shut_down()
+            if not self._abandon_if_loop_gone():
+                self._transport.abort()
+        return True
+
+    def _shut_down(self) -> None:
+        """Shut down the socket in both directions, which notifies the peer at once.
+
+        A transport whose end has not been reported yet may have closed its descriptor, and the number may be that of
+        another file by now. So the addresses are compared before the socket is shut down.
+        """
+        if self._socket is None or self._closed.done():
+            return
+        with contextlib.suppress(OSError), self._socket.dup() as own:
+            if self._addresses == {"sockname": own.getsockname(), "peername": own.getpeername()}:
+                own.shutdown(socket.SHUT_RDWR)
 
     def _abandon_if_loop_gone(self) -> bool:
         """Return whether the transport must not be used, because its event loop is closed or belongs to the parent.
@@ -170,11 +190,8 @@ class TcpControlChannel(asyncio.Protocol):
             return True
         if not self._closed.get_loop().is_closed():
             return False
-        transport, self._transport = self._transport, None
-        sock = transport.get_extra_info("socket") if transport is not None else None
-        if isinstance(sock, TransportSocket):  # loops of other types, such as uvloop's, close their sockets themselves
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+        self._transport = None
+        self._shut_down()
         return True
 
     async def aclose(self) -> None:

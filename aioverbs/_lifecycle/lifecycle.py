@@ -249,6 +249,7 @@ class Lifecycle:
         "children",
         "close_last",
         "drain",
+        "drain_now",
         "forks",
         "kind",
         "label",
@@ -273,6 +274,7 @@ class Lifecycle:
         self.children: dict[int, Lifecycle] = {}
         self.stop: Callable[[], None] | None = None  # called first when the resource is closed
         self.drain: Callable[[], Coroutine[Any, Any, None]] | None = None  # waits for work in flight
+        self.drain_now: Callable[[], bool] | None = None  # as `drain`, without waiting; False if `drain` has to wait
         self.resume: Callable[[], None] | None = None  # undoes `drain` after a failed attempt
         self.close_last = False  # work of its siblings uses the resource, so they are closed first
         self.must_drain = False  # handles stay until `drain` is done, even if cancelled: memory under DMA
@@ -548,12 +550,13 @@ class Lifecycle:
         if interruptions:
             raise min(interruptions, key=lambda each: isinstance(each, Warning))  # a cancellation first
 
-    def close_later(self) -> None:
-        """Begin to close the resource, and let a background task on the running loop do the rest.
+    def abort(self) -> None:
+        """Close the resource as far as that needs no wait, and let a background task on the running loop do the rest.
 
-        If the background task fails, the loop logs the exception, and the resource stays open and can be closed again.
-        Do nothing if the resource is not open, if it was opened before this process was forked, or if another task is
-        opening or closing it.
+        Memory that the device may still access stays pinned until the background task has closed the rest. If that task
+        fails, the loop logs the exception, and the resource stays open and can be closed again. Do nothing if the
+        resource is not open, if it was opened before this process was forked, or if another task is opening or closing
+        it.
 
         :raises BusyResourceError: another event loop, which has not ended, owns a resource that was made from this one.
             In this case nothing is changed.
@@ -561,23 +564,79 @@ class Lifecycle:
             changed.
         :raises ConcurrentAccessError: another thread is executing a verb on the same domain. In this case nothing is
             changed.
-        :raises ResourceWarning: if warnings are turned into errors and ``stop`` issued one. The background task still
-            closes the resource.
+        :raises ResourceWarning: if warnings are turned into errors and ``stop`` issued one. The resource is closed all
+            the same.
+        :raises VerbsError: a verb failed. The resource stays open.
         :raises RuntimeError: no asyncio event loop is running. In this case nothing is changed.
         """
         closing = self._begin_closing()
         if closing is None:
             return
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
+        if closing.closer is None:
             self._abort_closing(closing)
-            raise
+            raise RuntimeError(f"{self!r} cannot be closed here: no asyncio event loop is running")
         try:
             if self.stop is not None:
                 self.stop()
         finally:  # `stop` may raise a warning; the resource is closed all the same
-            self._finish_in_background(closing)
+            if self._try_finish(closing):
+                self._closed()
+            else:
+                self._finish_in_background(closing)
+
+    def _try_finish(self, closing: _Closing) -> bool:
+        """Finish an attempt to close if that needs no wait. If this raises, the attempt is aborted.
+
+        :returns: False if something must be waited for; the rest is then left to `_finish`.
+        :raises VerbsError: a verb failed.
+        """
+        try:
+            return self._finish_now()
+        except (ConcurrentAccessError, BusyResourceError):  # a thread is inside the domain, or changes a queue pair
+            return False
+        except BaseException:
+            self._abort_closing(closing)
+            raise
+
+    def _finish_now(self) -> bool:
+        """Close the children, end work in flight and destroy the handles, as far as that needs no wait.
+
+        :returns: False if something must be waited for, or a child was left open by the user; `_finish` does the rest.
+        :raises ConcurrentAccessError: another thread is executing a verb on the same domain.
+        :raises VerbsError: a verb failed; the handles that were not destroyed are still held.
+        """
+        children = list(self.children.values())
+        children.reverse()
+        children.sort(key=_is_closed_last)
+        if not all(child.suppress_warning and child._close_now() for child in children):
+            return False
+        if self.drain is not None and (self.drain_now is None or not self.drain_now()):
+            return False
+        self._destroy_handles()
+        return True
+
+    def _close_now(self) -> bool:
+        """Close the resource, a part of another one, if that needs no wait; else leave it open.
+
+        :returns: whether the resource is closed, or was never opened.
+        :raises ConcurrentAccessError: another thread is executing a verb on the same domain.
+        :raises VerbsError: a verb failed. The resource stays open.
+        """
+        closing = self._begin_closing()
+        if closing is None:
+            return self.state in (NEW, CLOSED)
+        try:
+            if self.stop is not None:
+                self.stop()
+            is_finished = self._finish_now()
+        except BaseException:
+            self._abort_closing(closing)
+            raise
+        if is_finished:
+            self._closed()
+        else:
+            self._abort_closing(closing)
+        return is_finished
 
     async def _close(self, interruptions: list[BaseException], in_task: bool = False) -> bool:
         """Close the resource, unless another task is opening or closing it.
@@ -673,15 +732,16 @@ class Lifecycle:
             user._drop_parents()
 
     def _finish_in_background(self, closing: _Closing) -> None:
-        """Continue an attempt to close in a background task on the running loop.
+        """Continue an attempt to close in a background task on the loop that began it, which is running.
 
         If that task is cancelled, for example at the end of the loop, the resource stays open.
 
         :param closing: attempt to continue.
-        :raises RuntimeError: no asyncio event loop is running. The attempt is not aborted; the caller must do so.
         """
+        assert closing.closer is not None
+        assert closing.closer.loop is not None
         closing.work = self._finish_in_task(closing)
-        closing.background = task = asyncio.get_running_loop().create_task(closing.work)
+        closing.background = task = closing.closer.loop.create_task(closing.work)
         _background_tasks.add(task)
         task.add_done_callback(functools.partial(_on_background_end, self, closing))
 

@@ -478,7 +478,7 @@ class BufferPool(Resource):
                 "those, or close or reset their queue pair first"
             )
         if posted:
-            self._lifecycle.close_later()
+            self._lifecycle.abort()
         else:
             await super().aclose()
 

@@ -93,6 +93,11 @@ class WaitableInFlightCount(data_path.InFlightCount):
             )
         await self.wait()
 
+    def close_now(self) -> bool:
+        """Let no further work request use the memory, and return whether none that uses it is in flight."""
+        self.close()
+        return not len(self)
+
 
 def map_pages(length: int) -> mmap.mmap:
     """Map new zeroed pages. A fork does not copy their content: a child finds zeros in them.
@@ -249,7 +254,7 @@ class MemoryRegion(HandleResource[handles.MemoryRegion], Registered):
         """Make a new handle the handle of the region, and have closing wait for work requests that use the region."""
         self._handle = handle
         RegionSlice.of_all(self, handle, self.pins, self._access)
-        self._lifecycle.drain = self.pins.close_and_wait
+        self._lifecycle.drain, self._lifecycle.drain_now = self.pins.close_and_wait, self.pins.close_now
         self._lifecycle.must_drain = True
         self._lifecycle.resume = self.pins.reopen
 

@@ -1,9 +1,7 @@
-"""Accepting peers: listening sockets, and limits on concurrent handshakes and connections."""
+"""Accepting peers by TCP and rdma_cm, with limits on concurrent handshakes and connections."""
 
 import asyncio
 import contextlib
-import enum
-import errno
 import logging
 import socket
 from collections import Counter
@@ -11,28 +9,24 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-import anyio
-
 from aioverbs._connection.cm_control import CmControlChannel, SharedChannel
 from aioverbs._connection.connect import Transport, uses_rdma_cm
-from aioverbs._connection.connection import ControlChannel
 from aioverbs._connection.handshake import Reason, Reject
-from aioverbs._connection.tcp_control import TcpControlChannel, accept_tcp
 from aioverbs._exports import publish
-from aioverbs._lifecycle import forks
-from aioverbs._lifecycle.affinity import Affinity, running_loop, wait_socket_ready, wait_uncancelled
-from aioverbs._lifecycle.resource import open_part
+from aioverbs._lifecycle.affinity import Affinity, running_loop, wait_uncancelled
+from aioverbs._lifecycle.resource import lifecycle_of, open_part
 from aioverbs._server.accept import AcceptSettings
+from aioverbs._server.pending_peer import AcceptState, PendingPeer
+from aioverbs._server.tcp_listener import TcpListener
 from aioverbs._verbs.base_domain import Domain
-from aioverbs.addresses import Address, format_address
+from aioverbs.addresses import Address
 from aioverbs.errors import BrokenResourceError, LibraryNotFoundError, VerbsError
 from aioverbs.rdma_cm import Listener as CmListener
 
-__all__ = ["Acceptor", "PendingPeer", "ServerStatistics"]
+__all__ = ["Acceptor", "ServerStatistics"]
 
 logger = logging.getLogger("aioverbs")
 
-_ACCEPT_RETRY_S = 0.1  # delay after a failed accept
 _MIN_HANDSHAKE_S = 0.5  # time that each peer gets for its handshake, however many other peers are waiting
 _EXPIRY_GRACE_S = 2.0  # time that an expired handshake may take to end, as on a busy worker, before the next is expired
 
@@ -57,106 +51,6 @@ class ServerStatistics:
     workers: tuple[int, ...] = ()
 
 
-class AcceptState(enum.Enum):
-    """States of an accepted peer."""
-
-    HANDSHAKING = enum.auto()
-    OPEN = enum.auto()
-    CLOSED = enum.auto()
-
-
-class PendingPeer:
-    """An accepted peer from its arrival to the end of its connection, as the acceptor counts it.
-
-    :param endpoint: the accepted socket or the rdma_cm request. A socket may be detached and passed to another loop.
-    :param address: address of the peer.
-    :param on_state_change: called after each change with this object, its previous state and, if the peer was refused,
-        the reason.
-    """
-
-    def __init__(
-        self,
-        endpoint: CmControlChannel | socket.socket,
-        address: Address | None,
-        on_state_change: Callable[["PendingPeer", AcceptState, str], object],
-    ) -> None:
-        self.endpoint: CmControlChannel | socket.socket | None = endpoint
-        self.address = address
-        self.state = AcceptState.HANDSHAKING
-        self.worker: int | None = None
-        """Number of the pool's worker that handles the peer; None if no worker has been chosen."""
-        self.timeout: asyncio.Timeout | None = None  # limit of the handshake
-        self.is_expiring = False
-        self._loop = running_loop()
-        self.started_at = 0.0  # loop time at which the handshake began
-        self._control: TcpControlChannel | None = None
-        self._on_state_change = on_state_change
-
-    @property
-    def peer(self) -> str:
-        """Address of the peer as text, such as ``10.0.0.1:7471``."""
-        return format_address(self.address)
-
-    async def open_control(self, accept_settings: AcceptSettings) -> ControlChannel:
-        """Open the control channel to the peer. Call only once, and on the loop that accepted the peer.
-
-        :param accept_settings: TLS context, and limit of the TLS handshake.
-        :returns: the channel, to be closed by the caller.
-        :raises OSError: the peer is gone, or the TLS handshake failed (`ssl.SSLError`) or took too long.
-        :raises Exception: whatever `AcceptSettings.context` raises, if it was not used in this process before.
-        """
-        endpoint, self.endpoint = self.endpoint, None
-        assert endpoint is not None
-        if isinstance(endpoint, CmControlChannel):
-            return endpoint
-        self._control = await accept_tcp(endpoint, accept_settings.context, accept_settings.handshake_timeout_s)
-        return self._control
-
-    @property
-    def has_received(self) -> bool:
-        """Whether the peer is known to have sent data; always False with rdma_cm, or if a worker handles the peer."""
-        return self._control is not None and self._control.has_received
-
-    def expire(self) -> None:
-        """Make the peer's handshake time out at once, because another peer needs its slot."""
-        self.is_expiring = True
-        if self.timeout is not None and not self.timeout.expired():
-            self.timeout.reschedule(self._loop.time())
-
-    def report_open(self, is_open: bool) -> None:
-        """Report that the peer has become a connection (True), or that its connection is closed (False).
-
-        This can be called from any thread. Only the first report of each kind counts.
-        """
-        if asyncio._get_running_loop() is self._loop:
-            self._set_open(is_open)
-        else:
-            with contextlib.suppress(RuntimeError):  # the loop is closed, so nothing is counted any longer
-                self._loop.call_soon_threadsafe(self._set_open, is_open)
-
-    def _set_open(self, is_open: bool) -> None:
-        """Set the state for `report_open`, on the loop that accepted the peer. Repeated reports have no effect."""
-        if self.state is (AcceptState.HANDSHAKING if is_open else AcceptState.OPEN):
-            if is_open and self.timeout is not None and not self.timeout.expired():
-                self.timeout.reschedule(None)
-            self._set_state(AcceptState.OPEN if is_open else AcceptState.CLOSED, "")
-
-    def refuse(self, reason: str) -> None:
-        """Report that the peer does not become a connection.
-
-        This has no effect if the peer has already become a connection or was refused.
-
-        :param reason: name under which the refusal is counted.
-        """
-        if self.state is AcceptState.HANDSHAKING:
-            self._set_state(AcceptState.CLOSED, reason)
-
-    def _set_state(self, state: AcceptState, reason: str) -> None:
-        """Set the state, and call `on_state_change` with the previous state and the reason."""
-        previous, self.state = self.state, state
-        self._on_state_change(self, previous, reason)
-
-
 class Acceptor:
     """Acceptor of peers by TCP and rdma_cm, which limits the number of handshakes and connections.
 
@@ -171,15 +65,16 @@ class Acceptor:
     ) -> None:
         self._accept_settings = accept_settings
         self._on_peer = on_peer
-        self._sockets: list[socket.socket] = []
-        self._bound: list[Address] = []  # addresses of the sockets; a forked child cannot get them from the sockets
+        self._tcp = TcpListener(self._has_room, self._expire_when_full, self._on_socket)
         self._tasks: dict[asyncio.Task[None], PendingPeer] = {}
         self._closing_tasks: set[asyncio.Task[None]] = set()
-        self._accept_tasks: list[asyncio.Task[None]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._owner: Affinity | None = None  # the loop that opened the acceptor
         self._cm: tuple[SharedChannel, CmListener] | None = None
-        self._slot_freed = asyncio.Event()  # set when a handshake or a connection ends
+        self._cm_task: asyncio.Task[None] | None = None
+        self._room_made = asyncio.Event()  # set when a handshake or a connection ends
+        self._expiry: asyncio.TimerHandle | None = None  # while peers wait for room
+        self._on_idle: Callable[[], object] | None = None
         self._handshakes = self._connections = self._accepted = 0
         self._refused: Counter[str] = Counter()
 
@@ -209,9 +104,9 @@ class Acceptor:
         self._loop, self._owner = running_loop(), Affinity.of_running_loop()
         try:
             if transport != "rdmacm":
-                await self._open_tcp(host, port, backlog)
+                await self._tcp.open(host, port, backlog)
             if domain is not None and uses_rdma_cm(transport, domain, self._accept_settings.context):
-                await self._open_rdma_cm(host, self.addresses[0][1] if self._sockets else port, backlog, transport)
+                await self._open_rdma_cm(host, self.addresses[0][1] if self._tcp.is_open else port, backlog, transport)
         except BaseException:
             await self.stop()
             raise
@@ -243,45 +138,7 @@ class Acceptor:
             logger.debug("rdma_cm is not available, peers can connect by TCP only: %s", error)
             return
         self._cm = channel, listener
-        self._accept_tasks.append(self._loop.create_task(self._accept_rdma_cm(channel, listener)))
-
-    async def _open_tcp(self, host: str | None, port: int, backlog: int) -> None:
-        """Start listening with TCP at all addresses of `host`, and accepting peers.
-
-        :raises OSError: the name has no address, an address is in use or does not belong to this machine, or no file
-            descriptor is left.
-        """
-        assert self._loop is not None
-        addresses = await self._loop.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE, family=socket.AF_UNSPEC
-        )
-        for family, _, _, _, address in dict.fromkeys(addresses):
-            if port == 0 and self._bound:  # all addresses use the same port
-                address = (address[0], self._bound[0][1], *address[2:])
-            self._listen(family, address, backlog)
-        for sock in self._sockets:
-            self._accept_tasks.append(self._loop.create_task(self._accept(sock)))
-
-    def _listen(self, family: int, address: tuple[object, ...], backlog: int) -> None:
-        """Open a listening socket for one address and store it. Do nothing if the machine lacks the address family.
-
-        :raises OSError: the address is in use or does not belong to this machine, or no file descriptor is left.
-        """
-        try:
-            sock = socket.socket(family, socket.SOCK_STREAM)
-        except OSError as error:
-            if error.errno == errno.EAFNOSUPPORT:  # such as when IPv6 is disabled
-                return
-            raise
-        self._sockets.append(sock)
-        forks.keep_from_children(sock)  # else peers could still connect to a child after this process has ended
-        sock.setblocking(False)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        sock.bind(address)
-        sock.listen(backlog)
-        self._bound.append(sock.getsockname())
+        self._cm_task = self._loop.create_task(self._accept_rdma_cm(channel, listener))
 
     @property
     def addresses(self) -> list[Address]:
@@ -289,7 +146,7 @@ class Acceptor:
 
         Empty before `open` and after `stop`.
         """
-        addresses = list(self._bound)
+        addresses = list(self._tcp.addresses)
         if not addresses and self._cm is not None:
             addresses.append(self._cm[1].address)
         return addresses
@@ -305,48 +162,13 @@ class Acceptor:
         counts = tuple(per_worker[worker] for worker in range(workers))
         return ServerStatistics(self._handshakes, self._connections, self._accepted, refused, counts)
 
-    async def _accept(self, listening: socket.socket) -> None:
-        """Accept peers at a listening socket until cancelled.
-
-        Start each peer's handshake when a slot for a handshake is free; refuse the peer if there are too many
-        connections. A failure to accept is logged, and accepting is retried.
-        """
-        assert self._loop is not None
-        while True:
-            try:
-                sock, address = await self._accept_one(listening)
-            except OSError as error:
-                if error.errno != errno.ECONNABORTED:  # ECONNABORTED: the peer gave up before it was accepted
-                    # Such as while the process or the machine has no more file descriptors.
-                    logger.warning("accepting peers failed, retrying: %s", error)
-                    await asyncio.sleep(_ACCEPT_RETRY_S)
-                continue
-            try:
-                has_slot = await self._wait_for_slot()
-            except BaseException:
-                sock.close()
-                raise
-            self._start_or_refuse(sock, address, has_slot)
-
-    async def _accept_one(self, listening: socket.socket) -> tuple[socket.socket, Address]:
-        """Wait for the next peer. In a forked child, wait until cancelled.
-
-        :returns: a tuple of the connected socket, which the caller closes, and the peer's address.
-        :raises OSError: the peer gave up, or no file descriptor is left.
-        """
-        assert self._owner is not None
-        while not self._owner.inherited:
-            try:
-                sock, address = listening.accept()
-            except BlockingIOError:
-                await wait_socket_ready(listening)
-            else:
-                forks.keep_from_children(sock)
-                return sock, address
-        # This loop is a forked child's copy, but the peers belong to the parent. Wait until the loop ends and cancels
-        # the task.
-        never: asyncio.Future[tuple[socket.socket, Address]] = running_loop().create_future()
-        return await never
+    def _on_socket(self, sock: socket.socket, address: Address) -> None:
+        """Start the handshake of a peer that was accepted by TCP, or refuse it if there are too many connections."""
+        if self._is_full():
+            self._refused["BUSY"] += 1
+            self._refuse(sock)
+        else:
+            self._start_handshake(sock, address)
 
     async def _accept_rdma_cm(self, channel: SharedChannel, listener: CmListener) -> None:
         """Accept peers with rdma_cm until the listener is closed or fails.
@@ -359,70 +181,75 @@ class Acceptor:
                 channel.acquire()
                 control = CmControlChannel(identifier, channel)
                 try:
-                    has_slot = await self._wait_for_slot()
+                    while not self._has_room():
+                        self._expire_when_full()
+                        self._room_made.clear()
+                        await self._room_made.wait()
                 except BaseException:
                     await wait_uncancelled(_close_refused(control))
                     raise
-                if has_slot:
-                    self._start_handshake(control, identifier.peer_address)
-                else:
+                if self._is_full():
+                    self._refused["BUSY"] += 1
                     await _close_refused(control)
+                else:
+                    self._start_handshake(control, identifier.peer_address)
         except (BrokenResourceError, VerbsError) as error:
             logger.warning("peers can no longer connect by rdma_cm: %s", error)
 
-    def _start_or_refuse(self, sock: socket.socket, address: Address, has_slot: bool) -> None:
-        """Start the handshake of an accepted peer if `has_slot` is True; otherwise refuse the peer."""
-        sock.setblocking(False)
-        if has_slot:
-            self._start_handshake(sock, address)
-        else:
-            self._refuse(sock)
-
-    # Connecting and sending nothing costs a peer next to nothing, so there may be very many such peers. For each
-    # listening socket, one peer waits here for a slot, and the others wait in the kernel's backlog. If no handshake
-    # ends in the meantime, the oldest handshake that has had _MIN_HANDSHAKE_S is expired; peers that are not known to
-    # have sent anything are expired first. So silent peers delay an honest peer by _MIN_HANDSHAKE_S for every
+    # Connecting and sending nothing costs a peer next to nothing, so there may be very many such peers. While no slot
+    # for a handshake is free, peers wait in the kernel's backlog (with rdma_cm, one of them waits here). If no
+    # handshake ends in the meantime, the oldest handshake that has had _MIN_HANDSHAKE_S is expired; peers that are not
+    # known to have sent anything are expired first. So silent peers delay an honest peer by _MIN_HANDSHAKE_S for every
     # `max_handshakes` of them that arrived earlier, but cannot keep it out.
 
-    async def _wait_for_slot(self) -> bool:
-        """Wait until there is a slot for a handshake.
+    def _is_full(self) -> bool:
+        """Return whether there are ``max_connections`` connections, so that further peers are refused."""
+        max_connections = self._accept_settings.max_connections
+        return max_connections is not None and self._connections >= max_connections
 
-        While all slots are in use, expire one handshake after another.
+    def _has_room(self) -> bool:
+        """Return whether another peer may be accepted, to start its handshake or to refuse it."""
+        max_connections = self._accept_settings.max_connections
+        return self._is_full() or (
+            self._handshakes < self._accept_settings.max_handshakes
+            and (max_connections is None or self._handshakes + self._connections < max_connections)
+        )
 
-        :returns: True if there is a slot; False, without waiting further, as soon as there are ``max_connections``
-            connections, in which case the peer is counted as refused.
-        """
-        while True:
-            max_connections = self._accept_settings.max_connections
-            if max_connections is not None and self._connections >= max_connections:
-                self._refused["BUSY"] += 1
-                return False
-            if self._handshakes < self._accept_settings.max_handshakes and (
-                max_connections is None or self._handshakes + self._connections < max_connections
-            ):
-                return True
-            self._slot_freed.clear()
-            with anyio.move_on_after(self._expire_oldest()):
-                await self._slot_freed.wait()
+    def _expire_when_full(self) -> None:
+        """Begin to expire one handshake after another until there is room, because a peer waits for that."""
+        if self._expiry is None:
+            self._expire_oldest()
 
-    def _expire_oldest(self) -> float:
-        """Expire the oldest handshake that has lasted at least half a second, if there is one.
+    def _expire_oldest(self) -> None:
+        """Expire the oldest handshake that has lasted at least half a second, if there is one, and go on later.
 
         Peers that are not known to have sent anything come first.
-
-        :returns: how long to wait before the next call, in seconds.
         """
+        loop = running_loop()
         waiting = [
             each
             for each in self._tasks.values()
             if each.state is AcceptState.HANDSHAKING and each.timeout is not None and not each.is_expiring
         ]
-        threshold = running_loop().time() - _MIN_HANDSHAKE_S
+        threshold = loop.time() - _MIN_HANDSHAKE_S
         expirable = [each for each in waiting if each.started_at <= threshold]
+        wait_s = min((each.started_at - threshold for each in waiting), default=_MIN_HANDSHAKE_S)
         if expirable:
             min(expirable, key=lambda each: (each.has_received, each.started_at)).expire()
-            return _EXPIRY_GRACE_S
-        return min((each.started_at - threshold for each in waiting), default=_MIN_HANDSHAKE_S)
+            wait_s = _EXPIRY_GRACE_S
+        self._expiry = loop.call_later(wait_s, self._expire_oldest)
+
+    def _make_room(self) -> None:
+        """Accept the peers that wait, because a handshake or a connection has ended."""
+        self._stop_expiring()
+        self._tcp.resume()
+        self._room_made.set()
+
+    def _stop_expiring(self) -> None:
+        """Expire no more handshakes, until there is no room again."""
+        if self._expiry is not None:
+            self._expiry.cancel()
+            self._expiry = None
 
     def _start_handshake(self, endpoint: CmControlChannel | socket.socket, address: Address | None) -> None:
         """Count a peer as in the handshake, and start a task that calls `on_peer` with it."""
@@ -457,6 +284,7 @@ class Acceptor:
         """Remove a task that has ended. The peer of a task that was cancelled before it ran is counted as refused."""
         pending = self._tasks.pop(task)
         pending.refuse("cancelled")  # cancelled before its first step
+        self._report_idle()
 
     def reject_busy(self, pending: PendingPeer) -> None:
         """Reject a peer because the pool is closed or broken, and count it as refused with the reason ``"BUSY"``."""
@@ -484,51 +312,106 @@ class Acceptor:
         :param previous: its previous state.
         :param reason: name under which a refusal is counted.
         """
-        self._slot_freed.set()
         if previous is AcceptState.OPEN:
             self._connections -= 1
-            return
-        self._handshakes -= 1
-        if pending.state is AcceptState.OPEN:
-            self._accepted += 1
-            self._connections += 1
-            return
-        self._refused[reason] += 1
-        if isinstance(pending.endpoint, CmControlChannel):  # not opened: still owned here
-            assert self._loop is not None
-            task = self._loop.create_task(_close_refused(pending.endpoint))
-            self._closing_tasks.add(task)
-            task.add_done_callback(self._closing_tasks.discard)
+        else:
+            self._handshakes -= 1
+            if pending.state is AcceptState.OPEN:
+                self._accepted += 1
+                self._connections += 1
+            else:
+                self._refused[reason] += 1
+                self._close_unopened(pending)
+        self._make_room()
+
+    def _close_unopened(self, pending: PendingPeer) -> None:
+        """Close the endpoint of a refused peer if its control channel was not opened: it is still owned here then."""
+        if isinstance(pending.endpoint, CmControlChannel):
+            self._run_to_close(_close_refused(pending.endpoint))
         elif pending.endpoint is not None:
             pending.endpoint.close()
 
+    def _run_to_close(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine that closes a part of the acceptor in a task, which `wait` waits for."""
+        assert self._loop is not None
+        task = self._loop.create_task(coroutine)
+        self._closing_tasks.add(task)
+        task.add_done_callback(self._on_closing_task_done)
+
+    def _on_closing_task_done(self, task: asyncio.Task[None]) -> None:
+        """Remove a task that `_run_to_close` started."""
+        self._closing_tasks.discard(task)
+        self._report_idle()
+
     # ---- Closing
+
+    @property
+    def is_listening(self) -> bool:
+        """Whether `stop` has not been called, or could not close the rdma_cm listener."""
+        return self._tcp.is_open or self._cm is not None
 
     async def stop(self) -> None:
         """Stop accepting peers. Handshakes in progress continue unless their loop is closed.
 
         Stopping twice has no effect.
 
-        :raises VerbsError: the rdma_cm listener cannot be closed. Peers are no longer accepted nevertheless.
+        :raises VerbsError: the rdma_cm listener cannot be closed. Peers are no longer accepted by TCP nevertheless, and
+            this can be called again.
         """
-        accept_tasks, self._accept_tasks = self._accept_tasks, []
-        cm, self._cm = self._cm, None
+        if self._is_orphaned():
+            self._abandon()
+        self._stop_accepting()
         try:
-            if self._is_orphaned():
-                self._abandon()
-            else:
-                for task in accept_tasks:
-                    task.cancel()
-                if accept_tasks:
-                    await asyncio.wait(accept_tasks)
-        finally:  # also if cancelled: the accept tasks were cancelled before and no longer use the sockets
-            self._close_sockets()
-            if cm is not None:
-                channel, listener = cm
-                try:
-                    await listener.aclose()
-                finally:
-                    await channel.release()
+            if self._cm_task is not None:
+                await asyncio.wait([self._cm_task])
+        finally:  # also if cancelled: the task was cancelled before and no longer uses the listener
+            await self._close_cm()
+
+    def _stop_accepting(self) -> None:
+        """Close the TCP sockets and cancel the task that accepts by rdma_cm."""
+        self._stop_expiring()
+        self._tcp.close()
+        if self._cm_task is not None:
+            self._cm_task.cancel()
+
+    async def _close_cm(self) -> None:
+        """Close the rdma_cm listener and release its event channel. Do nothing if that was done before.
+
+        :raises VerbsError: the listener cannot be closed, and this can be called again; or the channel cannot be
+            closed.
+        """
+        cm = self._cm
+        if cm is None:
+            return
+        channel, listener = cm
+        await listener.aclose()
+        if self._cm is cm:  # no other task has done this in the meantime
+            self._cm = None
+            await channel.release()
+
+    def close(self, on_idle: Callable[[], object]) -> None:
+        """Stop accepting peers and end all handshakes and handlers, without waiting. Call on the acceptor's loop.
+
+        When this returns, the port is free and the peers have been notified. With TLS, peers in the TLS handshake are
+        notified in a later turn of the loop, as are those on a worker of a pool.
+
+        :param on_idle: called without arguments when all tasks have ended, within this call if there is none.
+        """
+        self._stop_accepting()
+        if self._cm is not None:
+            lifecycle_of(self._cm[1]).abort()
+            self._run_to_close(self._close_cm())
+        for task, pending in self._tasks.items():
+            pending.abort()
+            task.cancel()
+        self._on_idle = on_idle
+        self._report_idle()
+
+    def _report_idle(self) -> None:
+        """Call the function that was passed to `close`, if all tasks have ended."""
+        if self._on_idle is not None and not self._tasks and not self._closing_tasks:
+            on_idle, self._on_idle = self._on_idle, None
+            on_idle()
 
     def destroy(self) -> None:
         """Close the sockets if the loop that opened the acceptor is closed; otherwise leave that to the loop.
@@ -549,19 +432,14 @@ class Acceptor:
         The tasks of a closed loop neither run nor can be cancelled. Connections that they opened are closed together
         with the domain or pool.
         """
-        self._close_sockets()
+        self._tcp.close()
         pending_peers = list(self._tasks.values())
         self._tasks.clear()
         self._closing_tasks.clear()
+        self._cm_task = None
         for pending in pending_peers:
             if isinstance(pending.endpoint, socket.socket):  # not opened: still owned here
                 pending.endpoint.close()
-
-    def _close_sockets(self) -> None:
-        sockets, self._sockets = self._sockets, []
-        self._bound.clear()
-        for sock in sockets:
-            sock.close()
 
     async def wait(self, timeout_s: float | None) -> bool:
         """Wait until the tasks of all handshakes and handlers have ended.

@@ -101,16 +101,19 @@ async def handle(
     except (anyio.EndOfStream, anyio.BrokenResourceError) as error:
         logger.debug("%r ended: %s", connection, error)
     except Exception as error:
-        await connection.abort()
+        connection.abort()
+        await connection.aclose()
         return HandlerResult(failure=error)
     except BaseException:
-        await wait_uncancelled(connection.abort())
+        connection.abort()
+        await wait_uncancelled(connection.aclose())
         raise
     else:
         with contextlib.suppress(BrokenResourceError):
             await connection.aclose()
         return HandlerResult()
-    await connection.abort()
+    connection.abort()
+    await connection.aclose()
     return HandlerResult()
 
 

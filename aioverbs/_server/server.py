@@ -27,8 +27,9 @@ from aioverbs._pool.pool import (
     wait_while_accepting_calls,
 )
 from aioverbs._server.accept import AcceptSettings, TlsContext, try_accept
-from aioverbs._server.acceptor import Acceptor, PendingPeer, ServerStatistics
+from aioverbs._server.acceptor import Acceptor, ServerStatistics
 from aioverbs._server.handler import Handler, HandlerResult, Service, handle, handle_on_worker
+from aioverbs._server.pending_peer import PendingPeer
 from aioverbs._verbs.base_domain import Domain, check_caller
 from aioverbs.addresses import Address, check_socket_port, format_address
 from aioverbs.errors import BrokenResourceError, ClosedResourceError, VerbsError, WorkerDiedError
@@ -121,6 +122,39 @@ class _AcceptorResource(anyio.abc.AsyncResource):
 
     async def __aenter__(self) -> Self:
         return await self.open()
+
+    def close(self) -> None:
+        """Stop listening, and end all handshakes and connections that this object still owns, without waiting.
+
+        This can be called at any moment, in a callback or while the event loop is shutting down. When it returns, the
+        port is free, and the peers have been notified, except for those on a worker of a pool and those in the TLS
+        handshake, which the loops notify in their next turns. The rest is done in the background, and `aclose` waits
+        for that. Closing twice has no effect.
+
+        On another thread or event loop than the one that opened this object, as in a finalizer, this only schedules the
+        call on that loop. If that loop is closed, the TCP sockets are closed here. In a forked child this method does
+        nothing: the object belongs to the parent.
+        """
+        owner = self._owner
+        if owner is None or self._closed or owner.inherited:
+            return
+        if owner.owns():
+            self._close_now()
+            return
+        try:
+            assert owner.loop is not None
+            owner.loop.call_soon_threadsafe(self._close_now)
+        except RuntimeError:  # the loop is closed
+            self._acceptor.destroy()
+
+    def _close_now(self) -> None:
+        """Do the work of `close` on the loop that opened this object."""
+        lifecycle_of(self._parent).detach(self._acceptor)
+        self._acceptor.close(self._set_closed)
+
+    def _set_closed(self) -> None:
+        """Record that nothing is left to wait for after `close`."""
+        self._closed = True
 
     @property
     def addresses(self) -> list[Address]:
@@ -257,6 +291,19 @@ class ConnectionListener(_AcceptorResource):
         except ClosedResourceError:
             raise StopAsyncIteration from None
 
+    def _close_now(self) -> None:
+        """Do the work of `close`: end waiting calls to `accept`, and abort the connections that it has not returned."""
+        self._open = False
+        super()._close_now()
+        self._end_waiting()
+        while self._ready:
+            self._ready.popleft().abort()
+
+    def _end_waiting(self) -> None:
+        """End all waiting calls to `accept`."""
+        while self._waiters:
+            self._wake()
+
     async def aclose(self) -> None:
         """Stop listening, and abort the connections that `accept` has not returned. Closing twice has no effect.
 
@@ -290,10 +337,11 @@ class ConnectionListener(_AcceptorResource):
             await self._acceptor.stop()
         finally:
             await self._acceptor.cancel()
-            while self._waiters:
-                self._wake()
+            self._end_waiting()
             while self._ready:
-                await self._ready.popleft().abort()
+                connection = self._ready.popleft()
+                connection.abort()
+                await connection.aclose()
         self._closed = True
 
 
@@ -431,7 +479,7 @@ class Server(_AcceptorResource):
         self._drain_timeout_s = drain_timeout_s
         self._condition = CrossLoopCondition()  # notified when the server has stopped
         self._stopping: asyncio.Future[None] | None = None
-        self._drain_scope: anyio.CancelScope | None = None  # limits the wait for handlers, for all calls of `stop`
+        self._drain_scope: anyio.CancelScope | None = None  # limits the wait for handlers, for all calls of `drain`
         self._pool_watcher: asyncio.Task[None] | None = None
 
     async def open(self) -> Self:
@@ -460,7 +508,7 @@ class Server(_AcceptorResource):
     async def _stop_with_pool(self, pool: WorkerPool) -> None:
         """Wait until the pool takes no more calls because it is closing, closed or broken; then stop the server."""
         await wait_while_accepting_calls(pool)
-        await self.stop()
+        await self.drain()
 
     def statistics(self) -> ServerStatistics:
         """Return a `ServerStatistics`: how many handshakes are in progress, how many connections are open, and how many
@@ -513,29 +561,30 @@ class Server(_AcceptorResource):
         pending.worker = call.handle.number
         return await future.wait(call.withdraw)
 
-    async def stop(self, drain_timeout_s: float | None = None) -> None:
-        """Stop accepting peers, wait for the handlers to end, then cancel those that have not ended.
+    async def drain(self, timeout_s: float | None = None) -> None:
+        """Stop accepting peers, wait for the handlers to end, then cancel those that have not ended, and close.
 
         A handler on a pool's worker that does not end within the pool's ``grace_s`` after its cancellation is left to
         the pool: when the pool is closed, it kills worker processes and reports worker threads that do not end. If this
-        call is cancelled, the server still stops. Stopping twice has no effect.
+        call is cancelled, the server still closes. Draining twice has no effect.
 
         If the loop that opened the server is closed, only the sockets are closed.
 
-        :param drain_timeout_s: time in seconds that the handlers have to end, 0 or more; None for the value given to
-            `serve`. If there are several concurrent calls, the earliest deadline counts.
+        :param timeout_s: time in seconds that the handlers have to end, 0 or more; None for the ``drain_timeout_s``
+            given to `serve`. If there are several concurrent calls, the earliest deadline counts.
         :raises AffinityError: an event loop other than the one that opened the server is running; nothing was done.
         :raises ForkedProcessError: the server was opened in the process that this one was forked from.
-        :raises VerbsError: the rdma_cm listener cannot be closed. This is raised when the handlers have ended, and the
-            server is stopped nevertheless.
+        :raises VerbsError: the rdma_cm listener cannot be closed. This is raised when the handlers have ended. The
+            server counts as closed nevertheless, and the next call tries again to close the listener.
         """
         if self._orphaned:
             await self._stop_orphaned()
             return
-        self._check_caller("stop")
+        self._check_caller("drain")
         if self._closed:
+            await self._acceptor.stop()
             return
-        wait_s = self._drain_timeout_s if drain_timeout_s is None else drain_timeout_s
+        wait_s = self._drain_timeout_s if timeout_s is None else timeout_s
         deadline = anyio.current_time() + wait_s
         # cancelled before its first step
         if self._stopping is None or self._drain_scope is None or self._stopping.cancelled():
@@ -567,10 +616,14 @@ class Server(_AcceptorResource):
             if failure is not None:
                 raise failure
         finally:
-            if self._pool_watcher is not None:
-                self._pool_watcher.cancel()
-            self._closed = True
-            self._condition.notify()
+            self._set_closed()
+
+    def _set_closed(self) -> None:
+        """Record that the server has stopped and its handlers have ended, and end waiting calls to `wait_closed`."""
+        if self._pool_watcher is not None:
+            self._pool_watcher.cancel()
+        super()._set_closed()
+        self._condition.notify()
 
     async def _stop_orphaned(self) -> None:
         """Close the sockets of a server whose loop is closed, without waiting for its tasks, which can no longer run.
@@ -580,8 +633,7 @@ class Server(_AcceptorResource):
         self._pool_watcher = self._stopping = None
         lifecycle_of(self._parent).detach(self._acceptor)
         await self._acceptor.stop()
-        self._closed = True
-        self._condition.notify()
+        self._set_closed()
 
     async def _cancel(self) -> None:
         """Cancel the handlers and wait until they have ended; if there is a pool, for at most its ``grace_s``.
@@ -594,7 +646,7 @@ class Server(_AcceptorResource):
         logger.error("handlers did not end after their cancellation and were left to %r", self._pool)
 
     async def wait_closed(self) -> None:
-        """Wait until the server has stopped and its handlers have ended (see `stop`), without stopping the server.
+        """Wait until the server has stopped and its handlers have ended (see `drain`), without stopping the server.
 
         :raises AffinityError: an event loop other than the one that opened the server is running.
         :raises BrokenResourceError: the pool failed, because a worker died and was not replaced.
@@ -609,7 +661,7 @@ class Server(_AcceptorResource):
             check_unbroken(self._pool)
 
     async def aclose(self) -> None:
-        """Stop the server in the same way as `stop`. If this call is cancelled, the handlers are cancelled at once.
+        """Close the server in the same way as `drain`. If this call is cancelled, the handlers are cancelled at once.
 
         Closing twice has no effect.
 
@@ -624,7 +676,7 @@ class Server(_AcceptorResource):
         if self._inherited:
             return
         try:
-            await self.stop()
+            await self.drain()
         except asyncio.CancelledError:
             await wait_uncancelled(self._stop_now())
             raise
@@ -638,7 +690,7 @@ class Server(_AcceptorResource):
             await self._acceptor.stop()
         finally:
             await self._cancel()
-            await self.stop()
+            await self.drain()
 
 
 def serve(

@@ -318,7 +318,7 @@ class QueuePair(Connectable, QueuePairVerbs):
                 lifecycle, location.base, work.receive_queue, poster, self._receive_depth, self._receive_size
             )
             flusher.inbox = self._refiller.inbox
-        lifecycle.drain = flusher.flush
+        lifecycle.drain, lifecycle.drain_now = flusher.flush, flusher.flush_now
         lifecycle.resume = work.reopen
         return work
 
@@ -539,6 +539,32 @@ class _Flusher:
                 work.in_flight,
                 duration(_FLUSH_S),
             )
+
+    def flush_now(self) -> bool:
+        """Do what `flush` does, without waiting. Completions that have already arrived are dispatched.
+
+        :returns: False if there is something to wait for, or if this is called while completions are dispatched, whose
+            order a poll would change.
+        :raises ConcurrentAccessError: another thread is executing a verb on the same domain.
+        """
+        handle, work = self._handle, self._work
+        assert handle is not None
+        assert work is not None
+        if self._poll_recv_cq is not None or not work.end_modification():
+            return False
+        work.close()
+        if not work.in_flight:
+            return True
+        try:
+            handle.modify(QpState.ERR)
+        except VerbsError:  # for example because the device was lost
+            return True
+        for queue in work.queues():
+            if queue.dispatcher is None or queue.dispatcher.dispatching:
+                return False
+            if queue.dispatcher.watched:
+                queue.dispatcher.drain()
+        return not work.in_flight or not work.watched
 
     async def _wait_for_modification(self, work: QpWorkState) -> None:
         """Wait until no other thread is changing the state of the queue pair.

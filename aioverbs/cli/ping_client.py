@@ -96,7 +96,8 @@ async def _request_pings(
     grant = await connection.receive_grant()
     local = await stack.enter_async_context(domain.register(request.size, AccessFlags.LOCAL_WRITE))
     # The stack runs this before it deregisters the memory, so that no operation on the memory is in flight then.
-    stack.push_async_callback(connection.abort)
+    stack.push_async_callback(connection.aclose)
+    stack.callback(connection.abort)
     remote = grant[: request.size]
 
     async def ping_once(number: int) -> None:

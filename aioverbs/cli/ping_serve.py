@@ -100,4 +100,5 @@ async def _serve_memory(connection: Connection, domain: Domain, request: PingReq
         await connection.send(pack_accepted())
         async for _ in connection:
             pass
-        await connection.abort()  # before the memory is deregistered
+        connection.abort()
+        await connection.aclose()  # before the memory is deregistered

@@ -111,6 +111,12 @@ class _ConnectRequests:
         while self._pending:
             await self._pending.popleft().aclose()
 
+    def drain_now(self) -> bool:
+        """Stop accepting requests, and return whether no request is pending. `drain` rejects pending ones."""
+        self.closed = True
+        self._condition.notify()
+        return not self._pending
+
     def destroy(self) -> None:
         """Stop receiving events, before the lifecycle destroys the listener's rdma_cm_id."""
         self.closed = True
@@ -177,7 +183,7 @@ class Listener(HandleResource[core.Identifier]):
         self._handle.bind_addr(self._bind_address)
         self._requests = _ConnectRequests(self._handle, self._channel, self._lifecycle)
         self._lifecycle.hold(self._requests)
-        self._lifecycle.drain = self._requests.drain
+        self._lifecycle.drain, self._lifecycle.drain_now = self._requests.drain, self._requests.drain_now
         self._handle.listen(self._backlog)
         self._lifecycle.label = f"at {format_address(self._handle.local_address)}"
 

@@ -170,7 +170,7 @@ class Storage:
                 with contextlib.suppress(BrokenResourceError, StorageError):
                     await self._rpc.done(Close(opened.volume))
         except TimeoutError:
-            await self._rpc.connection.abort()
+            self._rpc.connection.abort()
 
     async def _opened(self, request: Open | Reopen) -> tuple[Opened, RemoteGrant]:
         """Send a request that the server answers with a grant.
@@ -195,7 +195,7 @@ class Storage:
         time, abort the connection.
         """
         if not (await asyncio.wait([opening], timeout=_ANSWER_TIMEOUT_S))[0]:
-            await self._rpc.connection.abort()
+            self._rpc.connection.abort()
             await asyncio.wait([opening])
         if not opening.cancelled() and opening.exception() is None and isinstance(request, Open):
             await self._close(opening.result()[0])

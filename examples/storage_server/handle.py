@@ -81,7 +81,7 @@ class Handle:
             async with asyncio.timeout(_GRANT_TIMEOUT_S):
                 self.grant = await self._connection.grant(backing.region, AccessFlags.REMOTE_READ | writes)
         except TimeoutError as error:
-            await self._connection.abort()
+            self._connection.abort()
             raise BusyError(f"client {self.client!r} does not receive its grant") from error
         self._gauge.inc()
 

@@ -47,8 +47,8 @@ async def setup(count: int) -> Result:
             near = await connect(HOST, listener.port, domain=domain, settings=LEAN)
             far = await listener.accept()
             times.append(time.perf_counter() - begin)
-            stack.push_async_callback(near.abort)
-            stack.push_async_callback(far.abort)
+            stack.callback(near.abort)
+            stack.callback(far.abort)
         tenth = max(1, count // 10)
         first, last = sum(times[:tenth]) / tenth, sum(times[-tenth:]) / tenth
         begin = time.perf_counter()
@@ -82,8 +82,8 @@ async def idle(count: int) -> Result:
 
         async def connect_one() -> None:
             near = await connect(HOST, listener.port, domain=domain, settings=LEAN)
-            stack.push_async_callback(near.abort)
-            stack.push_async_callback((await listener.accept()).abort)
+            stack.callback(near.abort)
+            stack.callback((await listener.accept()).abort)
 
         for _ in range(8):  # allocate what all connections share
             await connect_one()

@@ -190,7 +190,7 @@ class TestFailures:
     def test_a_device_whose_connection_breaks_is_dropped(self, monkeypatch: pytest.MonkeyPatch) -> None:
         async def broken(self: DeviceClient, operation: measuring.Operation, size: int) -> None:
             await self._connection.send(self.memory.outgoing[:size])
-            await self._connection.abort()
+            self._connection.abort()
             await self._connection.receive()
 
         monkeypatch.setattr(DeviceClient, "run_one", broken)

@@ -58,9 +58,9 @@ async def pair(
             try:
                 yield Pair(near, far, domain, listener)
             finally:
-                await far.abort()
+                far.abort()
         finally:
-            await near.abort()
+            near.abort()
 
 
 def deeper(settings: ConnectionSettings, **changes: Any) -> ConnectionSettings:

@@ -181,7 +181,7 @@ async def test_a_grant_block_raises_the_exception_of_its_body(device: Device) ->
 
         async def fail() -> None:
             async with grant:
-                await ends.far.abort()
+                ends.far.abort()
                 await until(lambda: ends.near._channel is not None and ends.near._channel.broken is not None)
                 raise ZeroDivisionError
 
@@ -197,15 +197,15 @@ async def test_a_broken_shared_completion_queue_is_replaced(device: Device) -> N
         cq = ends.near.qp._send_cq
         assert cq is not None
         cq._cq_dispatcher.broke(VerbsError("ibv_poll_cq", errno.EIO))
-        await ends.near.abort()
-        await ends.far.abort()
+        ends.near.abort()
+        ends.far.abort()
         for _ in range(2):
             near = await connect(HOST, ends.listener.port, domain=ends.domain, settings=SMALL)
             far = await ends.listener.accept()
             await near.send(b"hello")
             assert await far.receive() == b"hello"
-            await near.abort()
-            await far.abort()
+            near.abort()
+            far.abort()
         await until(lambda: cq.closed)
 
 
@@ -219,10 +219,10 @@ async def test_a_second_stop_with_an_earlier_deadline_wins(device: Device) -> No
         asked(server, domain),
     ):
         await until(lambda: server.statistics().connections == 1)
-        first = asyncio.create_task(server.stop())
+        first = asyncio.create_task(server.drain())
         await until(lambda: server._stopping is not None)
         with anyio.fail_after(patience(20)):
-            await server.stop(0)
+            await server.drain(0)
             await first
 
 
@@ -246,7 +246,7 @@ async def test_waiters_learn_of_a_lost_peer_even_if_polling_fails(device: Device
         traffic.receive_queue = With(queue, dispatcher=With(queue.dispatcher, watched=True, drain=drain))
         receiving = asyncio.create_task(ends.near.receive())
         await asyncio.sleep(0)
-        await ends.far.abort()
+        ends.far.abort()
         await asyncio.wait([receiving], timeout=patience(20))
         assert isinstance(receiving.exception(), BrokenResourceError)
         assert drain.left < 3

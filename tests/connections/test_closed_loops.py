@@ -103,7 +103,7 @@ def test_another_loop_closes_listeners_and_servers(cancel: bool) -> None:
         assert all(map(accepts, deserted.ports))
         await listener.aclose()
         await servers[0].aclose()
-        await servers[1].stop()
+        await servers[1].drain()
         assert not any(map(accepts, deserted.ports))
         for server in servers:
             await server.wait_closed()

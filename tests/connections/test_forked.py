@@ -54,12 +54,12 @@ async def main():
         async with connect(HOST, listener.port, domain=domain) as one, await waiting as other:
             await one.send(b"as ever")
             print(await other.receive())
-        await near.abort()
+        near.abort()
         try:
             await far.receive()
         except BrokenResourceError:
             print("heard of the end")
-        await far.abort()
+        far.abort()
     print("closed", flush=True)
     os._exit(0)
 

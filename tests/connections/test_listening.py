@@ -283,7 +283,7 @@ async def test_closing_aborts_connections_not_accepted(device: Device) -> None:
             waiting = near.receive()
         with pytest.raises(BrokenResourceError, match="gone"):
             await waiting
-        await near.abort()
+        near.abort()
         with pytest.raises(ClosedResourceError):
             await listener.accept()
         assert [each async for each in listener] == []

@@ -103,7 +103,7 @@ async def test_opening_a_server_twice(device: Device) -> None:
         async with asyncio.timeout(patience(10)), asked(server, domain) as connection:
             await connection.send(b"hello")
             assert await connection.receive() == b"hello"
-        await server.stop()
+        await server.drain()
         with pytest.raises(ClosedResourceError, match=AGAIN):
             await server.open()
 
@@ -111,7 +111,7 @@ async def test_opening_a_server_twice(device: Device) -> None:
 async def test_opening_a_stopped_server(device: Device) -> None:
     async with device.resource_domain() as domain:
         server = served(domain)
-        await server.stop()
+        await server.drain()
         with pytest.raises(ClosedResourceError, match=AGAIN):
             await server.open()
 

@@ -71,7 +71,7 @@ async def test_wait_closed_of_an_unopened_server(device: Device) -> None:
         async with asyncio.timeout(patience(5)):
             await waiting
             stopped = served(domain)
-            await stopped.stop()
+            await stopped.drain()
             await stopped.wait_closed()
 
 
@@ -114,7 +114,7 @@ async def test_a_failing_handler_breaks_its_connection(device: Device, caplog: p
 async def test_a_leaving_peer_is_not_logged_as_an_error(device: Device, caplog: pytest.LogCaptureFixture) -> None:
     async with device.resource_domain() as domain, served(domain) as server:
         near = await asked(server, domain)
-        await near.abort()
+        near.abort()
         await until(lambda: server.statistics().accepted == 1 and not server.statistics().connections)
     warned = [each.message for each in caplog.records if each.levelno >= logging.WARNING]
     assert not [each for each in warned if "native" not in each]  # of the device's own there may be some
@@ -137,7 +137,7 @@ async def test_stop_waits_for_handlers(device: Device) -> None:
     ):
         port = server.port
         await at_work.wait()
-        stopping = asyncio.create_task(server.stop())
+        stopping = asyncio.create_task(server.drain())
         waiting = asyncio.create_task(server.wait_closed())
         await until(lambda: not listens(port))
         with pytest.raises(ConnectionRefusedError):
@@ -176,7 +176,7 @@ async def test_stop_cancels_handlers_after_the_deadline(device: Device) -> None:
         loads = [asyncio.create_task(load(at)) for at in range(3)]
         await until(lambda: all(counts))
         async with asyncio.timeout(patience(5)):
-            await server.stop(0.1)
+            await server.drain(0.1)
         assert cancelled == 3
         await asyncio.gather(*loads)
         for near in nears:
@@ -208,7 +208,7 @@ async def test_server_stops_when_all_tasks_are_cancelled(device: Device, turns: 
     async with device.resource_domain() as domain:
         server = await served(domain).open()
         async with asked(server, domain) as near:
-            stopping = asyncio.create_task(server.stop())
+            stopping = asyncio.create_task(server.drain())
             for _ in range(turns):
                 await asyncio.sleep(0)
             for task in asyncio.all_tasks() - {asyncio.current_task()}:
@@ -218,7 +218,7 @@ async def test_server_stops_when_all_tasks_are_cancelled(device: Device, turns: 
                 await server.aclose()
                 await server.wait_closed()
             assert not server.addresses
-            await near.abort()
+            near.abort()
 
 
 async def test_exactly_one_of_domain_and_pool(device: Device) -> None:
@@ -258,7 +258,7 @@ async def test_reconnect_after_loss(device: Device) -> None:
         task = asyncio.create_task(client())
         for more in (2, 4):
             await until(lambda more=more: len(answers) == more)  # type: ignore[misc]
-            await server.stop(0)
+            await server.drain(0)
             await asyncio.sleep(0.03)
             server = await serve(echo, HOST, port, domain=domain, settings=SMALL).open()
         await task
@@ -269,7 +269,7 @@ async def test_reconnect_after_loss(device: Device) -> None:
 async def test_reconnect_gives_up_after_its_attempts(device: Device) -> None:
     async with device.resource_domain() as domain, served(domain) as server:
         port = server.port
-        await server.stop()
+        await server.drain()
         again = reconnect(HOST, port, domain=domain, backoff=Backoff(0.001, 0.01, attempts=3))
         with pytest.raises(ConnectionRefusedError):
             await anext(again)

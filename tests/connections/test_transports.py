@@ -246,10 +246,12 @@ def rdma_cm_listener_of(accepting: ConnectionListener | Server) -> CmListener:
     return cm[1]
 
 
-def cannot_be_closed(accepting: ConnectionListener | Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let closing the rdma_cm listener fail."""
-    failing = mock.AsyncMock(side_effect=VerbsError("rdma_destroy_id", errno.EBUSY))
-    monkeypatch.setattr(rdma_cm_listener_of(accepting), "aclose", failing)
+def cannot_be_closed(accepting: ConnectionListener | Server, monkeypatch: pytest.MonkeyPatch) -> CmListener:
+    """Let closing the rdma_cm listener fail once, and return that listener."""
+    found = rdma_cm_listener_of(accepting)
+    failing = mock.AsyncMock(side_effect=[VerbsError("rdma_destroy_id", errno.EBUSY), mock.DEFAULT], wraps=found.aclose)
+    monkeypatch.setattr(found, "aclose", failing)
+    return found
 
 
 @pytest.mark.usefixtures("_rdma_cm_listens")
@@ -316,9 +318,9 @@ async def test_handlers_end_if_the_rdma_cm_listener_cannot_be_closed(
         server = await served(domain, handler).open()
         await stack.enter_async_context(asked(server, domain, transport="tcp"))
         await at_work.wait()
-        cannot_be_closed(server, monkeypatch)
-        stopping = asyncio.create_task(server.stop(patience(60) if drains else 0))
-        await until(lambda: not server.addresses)
+        found = cannot_be_closed(server, monkeypatch)
+        stopping = asyncio.create_task(server.drain(patience(60) if drains else 0))
+        await until(lambda: not server._acceptor._tcp.is_open)
         if drains:
             assert not stopping.done()
             go_on.set()
@@ -326,7 +328,9 @@ async def test_handlers_end_if_the_rdma_cm_listener_cannot_be_closed(
             await stopping
         assert ends == ["returned" if drains else "cancelled"]
         await server.wait_closed()
+        assert not found.closed
         await server.aclose()
+        assert found.closed, "the server has not forgotten it"
 
 
 @pytest.mark.usefixtures("_rdma_cm_listens")
@@ -337,13 +341,15 @@ async def test_callers_of_accept_are_notified_if_the_rdma_cm_listener_cannot_be_
         listener = await listen(HOST, domain=domain, settings=SMALL).open()
         accepting = asyncio.create_task(listener.accept())
         await asyncio.sleep(0)
-        cannot_be_closed(listener, monkeypatch)
+        found = cannot_be_closed(listener, monkeypatch)
         with pytest.raises(VerbsError, match="rdma_destroy_id"):
             await listener.aclose()
         async with asyncio.timeout(patience(10)):
             with pytest.raises(ClosedResourceError):
                 await accepting
+        assert not found.closed
         await listener.aclose()
+        assert found.closed, "the listener has not forgotten it"
 
 
 UNANSWERED = [

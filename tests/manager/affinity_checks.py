@@ -131,5 +131,5 @@ async def _check_listeners(owned: OwnedObjects) -> None:
     assert await second.receive() == b"again"
     await again.aclose()
     assert second.state is ResourceState.CLOSED
-    await subjects["server"].stop()
+    await subjects["server"].drain()
     await owned.result("serving")

@@ -173,6 +173,9 @@ ANY_CALLER = {
 
 # Members that any caller may use and that have side effects: the table does not call them.
 ANY_CALLER_SIDE_EFFECTS = {
+    "Connection.abort": "is carried to the owner's loop",
+    "ConnectionListener.close": "is carried to the owner's loop",
+    "Server.close": "is carried to the owner's loop",
     "ResourceDomain.run": "calls on the owner's loop, and waits",
     "WorkerPool.drain": "any event loop may wait for its calls",
     "WorkerPool.map": "any event loop may call there",

@@ -52,7 +52,18 @@ OTHER_REFUSALS: dict[str, type[BaseException]] = {
 PLAIN_ERRORS = (ClosedResourceError, LookupError, ValueError, VerbsError, asyncio.InvalidStateError)
 ENDS_OF_BLOCKS = ("__aexit__", "__exit__")
 # Members that do nothing to an object that is unopened, closed, or belongs to the parent process.
-NO_OPS_WHEN_CLOSED = ("__aexit__", "__exit__", "abort", "aclose", "close", "release", "revoke", "stop", "wait_closed")
+NO_OPS_WHEN_CLOSED = (
+    "__aexit__",
+    "__exit__",
+    "abort",
+    "aclose",
+    "close",
+    "drain",
+    "release",
+    "revoke",
+    "stop",
+    "wait_closed",
+)
 # Classes that any caller may use, but not close if they have children of another loop: only closing is called.
 PARENTS = ("Device", "ProtectionDomain")
 

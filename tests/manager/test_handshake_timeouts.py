@@ -86,7 +86,7 @@ async def test_a_timed_out_handshake_frees_its_place_in_the_server(
         assert len(helpers.waiting) == 1
         assert server.statistics().refused == (("TimeoutError", 1),)
         assert server.statistics().handshakes == 0
-        await server.stop()
+        await server.drain()
         await asyncio.wait([asking])
         assert asking.exception() is not None
         helpers.release()

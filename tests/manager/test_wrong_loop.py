@@ -180,8 +180,8 @@ async def test_iterating_a_listener_is_refused_on_other_loops(device: Device, mo
             far = await anext(connections)
             await refused(connections.__anext__)
             await refused(connections.aclose)
-            await near.abort()
-            await far.abort()
+            near.abort()
+            far.abort()
         await listener.aclose()
         assert [each async for each in listener] == []
 

@@ -30,7 +30,7 @@ from aioverbs import (
 )
 from aioverbs._connection.handshake import Reason
 from aioverbs._pool.placement import LeastLoaded
-from aioverbs._server.acceptor import AcceptState
+from aioverbs._server.pending_peer import AcceptState
 from aioverbs._server.server import Server
 from tests.connections.certificates import contexts
 from tests.connections.ends import HOST
@@ -230,7 +230,7 @@ async def test_a_dead_worker_breaks_only_its_connections(pool: WorkerPool, domai
             loads[at - 1].cancel()
         await asyncio.wait(loads)
         for near in nears:
-            await near.abort()
+            near.abort()
         await all_disconnected(server)
 
 
@@ -257,7 +257,7 @@ async def test_a_worker_that_exits_closes_its_connections(
         for near in nears:
             with pytest.raises(BrokenResourceError):
                 await near.receive()
-            await near.abort()
+            near.abort()
         await all_disconnected(server)
     assert [str(warning.message) for warning in recwarn] == []
 
@@ -267,7 +267,7 @@ async def test_stop_waits_for_handlers(pool: WorkerPool, domain: ResourceDomain)
     async with served(pool, handlers.obey) as server:
         port = server.port
         nears = [await asked(server, domain) for _ in range(4)]
-        stopping = asyncio.create_task(server.stop(60))
+        stopping = asyncio.create_task(server.drain(60))
         await until(lambda: not listens(port))
         with pytest.raises(ConnectionRefusedError):
             await connect(HOST, port, domain=domain)

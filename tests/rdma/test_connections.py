@@ -90,7 +90,7 @@ async def test_closing_delivers_everything_sent() -> None:
 
 async def test_abort_breaks_the_peers_connection() -> None:
     async with pair() as (client, server_side):
-        await client.abort()
+        client.abort()
         with pytest.raises(BrokenResourceError, match=r"is broken: the peer is gone: the peer disconnected$"):
             await server_side.receive()
 

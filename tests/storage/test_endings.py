@@ -229,7 +229,7 @@ async def test_volumes_of_a_disconnected_client_are_closed(device: Device, tmp_p
                 opened = await raw.ask(Open(Mode.WRITE, "disk"))
                 assert isinstance(opened, Opened)
                 await raw.ask(Write(opened.volume, 0, False, 0, b"never flushed"))
-                await raw.connection.abort()
+                raw.connection.abort()
             await volume.write(BLOCK, b"flushed")
             await volume.flush()
         await until(lambda: not server.metric("grants", mode="write") and server.metric("sessions") == 1)
@@ -418,7 +418,7 @@ async def test_memory_stays_until_running_syncs_end(device: Device, tmp_path: Pa
                 await raw.connection.send(pack(number, Flush(opened.volume, ((0, 1),))))
             await until(lambda: power.done[before:] and power.done[-1] == "datasync")
             steps = len(power.done)
-            await raw.connection.abort()
+            raw.connection.abort()
             resizing = asyncio.create_task(other.resize("disk", 2 * SIZE))
             await asyncio.sleep(0.2)
             assert len(power.done) == steps, "no other operation uses the file"

@@ -54,7 +54,7 @@ cdef class CqDispatcher:
     cdef bint turn_scheduled            # whether `_turn` is scheduled
     cdef uint64_t turn_number           # number of the turn in which it was scheduled
     cdef bint armed
-    cdef int dispatching                # number of threads inside a dispatch: newer completions must not overtake
+    cdef readonly int dispatching       # number of threads inside a dispatch: newer completions must not overtake
     cdef bint poll_skipped              # whether a poll was skipped during a dispatch
     cdef uint32_t unacknowledged
     cdef readonly Py_ssize_t in_flight

@@ -114,11 +114,13 @@ class _ConnectionMonitor:
     The lifecycle holds this object and not the user's `Connection`, so that a forgotten connection can be
     garbage-collected.
 
+    :param lifecycle: node of the connection.
     :param block: memory of the connection's buffers, which `destroy` releases.
     :param keep_alive_s: time in seconds after which a silent peer counts as lost; None for no limit.
     """
 
-    def __init__(self, block: LeasedBuffer, keep_alive_s: float | None) -> None:
+    def __init__(self, lifecycle: Lifecycle, block: LeasedBuffer, keep_alive_s: float | None) -> None:
+        self._lifecycle = lifecycle
         self.channel: MessageChannel | None = None
         self.grants: Grants | None = None
         self.control: ControlChannel | None = None
@@ -191,14 +193,17 @@ class _ConnectionMonitor:
             self.channel.fail(f"the peer is gone: {error}", error)
 
     def on_channel_end(self) -> None:
-        """Fail the tasks that wait for grants, and abort the control channel if the message channel is broken.
+        """Fail the tasks that wait for grants. If the message channel is broken, also abort the control channel, and
+        let the connection be dropped without a warning.
 
         This is called when the message channel breaks or is closed.
         """
         if self.grants is not None and self.channel is not None:
             self.grants.fail(self.channel.closed_error())
-        if self.control is not None and self.channel is not None and self.channel.broken is not None:
-            self.control.abort()  # tells the peer
+        if self.channel is not None and self.channel.broken is not None:
+            self._lifecycle.ended_by_peer = True
+            if self.control is not None:
+                self.control.abort()  # tells the peer
 
     def stop(self) -> None:
         """Stop the timer, stop watching the peer, and close the message channel. This is the first step of closing."""
@@ -245,8 +250,10 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
     Messages are `bytes` of any size up to the peer's `ConnectionSettings.max_message`. They arrive whole and in order.
     Only one task at a time may receive; any number of tasks may send.
 
-    When the connection breaks, every waiting and every later call raises `BrokenResourceError` with the cause. If the
-    peer has closed the connection or called `send_eof`, receiving raises `anyio.EndOfStream` after the last message.
+    When the connection breaks, every waiting and every later call raises `BrokenResourceError` with the first cause,
+    which is also `broken`; `wait_lost` waits for that. If the peer has closed the connection or called `send_eof`,
+    receiving raises `anyio.EndOfStream` after the last message. A connection that was lost can be dropped; any other
+    one has to be closed.
     """
 
     def __init__(self, domain: Domain, settings: ConnectionSettings) -> None:
@@ -292,7 +299,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         assert block is not None
         assert cq is not None
         assert owner is not None
-        monitor = _ConnectionMonitor(block, settings.keep_alive_s)
+        monitor = _ConnectionMonitor(self._lifecycle, block, settings.keep_alive_s)
         self._lifecycle.hold(monitor)
         qp_owner = queue_location_of(self._domain).owner
         self._caller_affinity = owner if qp_owner is None or not qp_owner.bound else None  # else the queue pair checks
@@ -527,6 +534,26 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
     # ---- Properties
 
     @property
+    def broken(self) -> BrokenResourceError | None:
+        """Exception with which the connection was lost, which all later calls raise; None if it was not lost.
+
+        A connection that the peer has closed counts as lost. This can be read at any time.
+        """
+        return self._channel.broken if self._channel is not None else None
+
+    async def wait_lost(self) -> BrokenResourceError:
+        """Wait until the connection is lost: the peer closed it or is gone, or the device failed.
+
+        :returns: the exception, the same as `broken`.
+        :raises ClosedResourceError: this end closed the connection, before or during the call.
+        :raises AffinityError: another event loop owns the connection; nothing was done.
+        """
+        self._check_open()
+        assert self._channel is not None
+        self._channel.check_caller("wait_lost")
+        return await self._channel.wait_broken()
+
+    @property
     def qp(self) -> QueuePair:
         """The `QueuePair` of this end. Only the connection itself may post sends and receives on it.
 
@@ -676,19 +703,22 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
             the await does not stop a request that was posted. If the send queue is full, the request first waits for a
             slot.
         :raises GrantRevokedError: the peer has revoked the grant; nothing was done.
-        :raises ClosedResourceError: the connection is closed.
+        :raises ClosedResourceError: the connection is closed; also when awaited, if that happened before the request
+            completed.
         :raises AffinityError: another event loop owns the connection; nothing was done.
         :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain; nothing was done.
             If the await raises this, the request is unaffected, and the operation can be awaited again.
-        :raises BrokenResourceError: the connection is broken; when awaited: the completion queue failed, or the queue
-            pair was reset after an error or destroyed, before the request completed.
+        :raises BrokenResourceError: the connection is broken; also when awaited, if it broke before the request
+            completed, or because the peer is gone.
         :raises ValueError: an argument is out of range or has the wrong length; nothing was done.
         :raises TypeError: `local` is not registered memory, or `remote` is not memory of the peer; nothing was done.
         :raises VerbsError: ``ibv_post_send`` failed; also when awaited, if the request was posted after this call.
-        :raises WorkCompletionError: when awaited: the request failed, after which the connection is broken; or the
-            connection broke or was closed before the request completed.
+        :raises WorkCompletionError: when awaited: the peer's device refused the request. The connection is then broken.
         """
-        return self._qp_for("write").write(local, self._region_of(remote), fence=fence)
+        try:
+            return self._qp_for("write").write(local, self._region_of(remote), fence=fence)
+        except BrokenResourceError as error:
+            raise self._lost(error) from error.__cause__
 
     def read(self, local: Local, remote: "RemoteRegion | RemoteGrant", *, fence: bool = False) -> Operation[None]:
         """Post an RDMA read of memory that the peer granted: `QueuePair.read`.
@@ -699,21 +729,24 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         :returns: an operation. Awaiting it returns None when the data is in `local`. Cancelling the await does not stop
             a request that was posted. If the send queue is full, the request first waits for a slot.
         :raises GrantRevokedError: the peer has revoked the grant; nothing was done.
-        :raises ClosedResourceError: the connection is closed.
+        :raises ClosedResourceError: the connection is closed; also when awaited, if that happened before the request
+            completed.
         :raises AffinityError: another event loop owns the connection; nothing was done.
         :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain; nothing was done.
             If the await raises this, the request is unaffected, and the operation can be awaited again.
-        :raises BrokenResourceError: the connection is broken; when awaited: the completion queue failed, or the queue
-            pair was reset after an error or destroyed, before the request completed.
+        :raises BrokenResourceError: the connection is broken; also when awaited, if it broke before the request
+            completed, or because the peer is gone.
         :raises QueuePairStateError: the device of one end allows no requests of this kind in flight (``max_rd_atomic``
             is 0); nothing was done.
         :raises ValueError: an argument is out of range or has the wrong length; nothing was done.
         :raises TypeError: `local` is not registered memory, or `remote` is not memory of the peer; nothing was done.
         :raises VerbsError: ``ibv_post_send`` failed; also when awaited, if the request was posted after this call.
-        :raises WorkCompletionError: when awaited: the request failed, after which the connection is broken; or the
-            connection broke or was closed before the request completed.
+        :raises WorkCompletionError: when awaited: the peer's device refused the request. The connection is then broken.
         """
-        return self._qp_for("read").read(local, self._region_of(remote), fence=fence)
+        try:
+            return self._qp_for("read").read(local, self._region_of(remote), fence=fence)
+        except BrokenResourceError as error:
+            raise self._lost(error) from error.__cause__
 
     def compare_and_swap(
         self, remote: "RemoteRegion | RemoteGrant", compare: int, swap: int, *, fence: bool = False
@@ -727,21 +760,26 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         :returns: an operation; awaiting it returns the value before the swap. If the send queue is full, the request
             first waits for a slot.
         :raises GrantRevokedError: the peer has revoked the grant; nothing was done.
-        :raises ClosedResourceError: the connection is closed.
+        :raises ClosedResourceError: the connection is closed; also when awaited, if that happened before the request
+            completed.
         :raises AffinityError: another event loop owns the connection; nothing was done.
         :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain; nothing was done.
             If the await raises this, the request is unaffected, and the operation can be awaited again.
-        :raises BrokenResourceError: the connection is broken; when awaited: the completion queue failed, or the queue
-            pair was reset after an error or destroyed, before the request completed.
+        :raises BrokenResourceError: the connection is broken; also when awaited, if it broke before the request
+            completed, or because the peer is gone.
         :raises QueuePairStateError: the device of one end allows no requests of this kind in flight (``max_rd_atomic``
             is 0); nothing was done.
         :raises ValueError: an argument is out of range or has the wrong length; nothing was done.
         :raises TypeError: `remote` is not memory of the peer, or a value is not an integer; nothing was done.
         :raises VerbsError: ``ibv_post_send`` failed; also when awaited, if the request was posted after this call.
-        :raises WorkCompletionError: when awaited: the request failed, after which the connection is broken; or the
-            connection broke or was closed before the request completed.
+        :raises WorkCompletionError: when awaited: the peer's device refused the request. The connection is then broken.
         """
-        return self._qp_for("compare_and_swap").compare_and_swap(self._region_of(remote), compare, swap, fence=fence)
+        try:
+            return self._qp_for("compare_and_swap").compare_and_swap(
+                self._region_of(remote), compare, swap, fence=fence
+            )
+        except BrokenResourceError as error:
+            raise self._lost(error) from error.__cause__
 
     def fetch_and_add(self, remote: "RemoteRegion | RemoteGrant", add: int, *, fence: bool = False) -> Operation[int]:
         """Post an atomic fetch-and-add on 8 bytes that the peer granted: `QueuePair.fetch_and_add`.
@@ -752,21 +790,24 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         :returns: an operation; awaiting it returns the value before the addition. If the send queue is full, the
             request first waits for a slot.
         :raises GrantRevokedError: the peer has revoked the grant; nothing was done.
-        :raises ClosedResourceError: the connection is closed.
+        :raises ClosedResourceError: the connection is closed; also when awaited, if that happened before the request
+            completed.
         :raises AffinityError: another event loop owns the connection; nothing was done.
         :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain; nothing was done.
             If the await raises this, the request is unaffected, and the operation can be awaited again.
-        :raises BrokenResourceError: the connection is broken; when awaited: the completion queue failed, or the queue
-            pair was reset after an error or destroyed, before the request completed.
+        :raises BrokenResourceError: the connection is broken; also when awaited, if it broke before the request
+            completed, or because the peer is gone.
         :raises QueuePairStateError: the device of one end allows no requests of this kind in flight (``max_rd_atomic``
             is 0); nothing was done.
         :raises ValueError: an argument is out of range or has the wrong length; nothing was done.
         :raises TypeError: `remote` is not memory of the peer, or `add` is not an integer; nothing was done.
         :raises VerbsError: ``ibv_post_send`` failed; also when awaited, if the request was posted after this call.
-        :raises WorkCompletionError: when awaited: the request failed, after which the connection is broken; or the
-            connection broke or was closed before the request completed.
+        :raises WorkCompletionError: when awaited: the peer's device refused the request. The connection is then broken.
         """
-        return self._qp_for("fetch_and_add").fetch_and_add(self._region_of(remote), add, fence=fence)
+        try:
+            return self._qp_for("fetch_and_add").fetch_and_add(self._region_of(remote), add, fence=fence)
+        except BrokenResourceError as error:
+            raise self._lost(error) from error.__cause__
 
     async def write_with_immediate(
         self, local: Local, remote: "RemoteRegion | RemoteGrant", immediate: int, *, fence: bool = False
@@ -827,7 +868,19 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         if self._caller_affinity is not None:
             self._caller_affinity.check(self, operation)
         assert self._channel is not None
+        if self._channel.broken is not None:
+            raise self._channel.broken
         return self._channel.qp
+
+    def _lost(self, error: BrokenResourceError) -> BrokenResourceError:
+        """Return the exception for a request that was refused because the connection or its queue pair is broken.
+
+        :param error: exception with which the request was refused.
+        :returns: the exception with the first cause, which all calls raise.
+        """
+        assert self._channel is not None
+        self._channel.fail_queue_pair(error)
+        return self._channel.broken or error
 
     async def grant(self, local: RegionSlice | MemoryRegion, access: AccessFlags) -> Grant:
         """Let the peer access memory until the grant is revoked or the connection ends, and notify the peer.

@@ -36,7 +36,7 @@ from aioverbs._core.data_path.data_path import (
     receive_into,
 )
 from aioverbs._exports import publish
-from aioverbs._lifecycle.affinity import Affinity, running_loop, wake
+from aioverbs._lifecycle.affinity import Affinity, CrossLoopCondition, running_loop, wake
 from aioverbs._memory.buffer_pool import LeasedBuffer
 from aioverbs._verbs.queue_pair import QueuePair, qp_work_state_of
 from aioverbs.errors import (
@@ -50,6 +50,7 @@ from aioverbs.errors import (
     VerbsError,
     WorkCompletionError,
 )
+from aioverbs.types import WcStatus
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -138,6 +139,7 @@ class MessageChannel:
         self._settings = settings
         self._on_control = on_control
         self.on_end: Callable[[], object] = lambda: None
+        self._ended = CrossLoopCondition()  # notified when the channel breaks or is closed
         self._loop = running_loop()
         self._credits: Credits | None = None
         self.fragment_size = 0  # bytes of a message that fit the buffers of both ends
@@ -155,6 +157,7 @@ class MessageChannel:
         assert work.receive_queue is not None
         self.receive_queue = work.receive_queue
         self.inbox = Inbox(work.receive_queue, self._on_received, self._on_flushed)
+        work.explain_failures(self._explain)
         self._split_block(block)
 
     def _split_block(self, block: LeasedBuffer) -> None:
@@ -265,10 +268,21 @@ class MessageChannel:
         self._wake_all()
 
     def _wake_all(self) -> None:
-        """Drop the incomplete message, wake the sender that is waiting for a credit, and call `on_end`."""
+        """Drop the incomplete message, wake all waiting tasks, and call `on_end`."""
         self._assembly.drop()
         self._wake()
+        self._ended.notify()
         self.on_end()
+
+    async def wait_broken(self) -> BrokenResourceError:
+        """Wait until the channel breaks, and return the exception that `fail` set.
+
+        :raises ClosedResourceError: the channel is closed.
+        """
+        await self._ended.wait_while(lambda: self.broken is None and not self.closed)
+        if self.broken is None:
+            raise self.closed_error()
+        return self.broken
 
     def _wake(self) -> None:
         wake(self._waiter)
@@ -280,10 +294,32 @@ class MessageChannel:
 
         :param receive: memory of the flushed receive.
         """
+        self.fail_queue_pair(None)
+
+    def fail_queue_pair(self, error: Exception | None) -> None:
+        """Fail the channel because its queue pair has failed, unless the channel is broken or closed.
+
+        :param error: exception with which a request ended; the cause, unless the queue pair has recorded an earlier
+            one. None if there is no such exception.
+        """
         if self.broken is None and not self.closed:
             work = qp_work_state_of(self.qp)
-            cause = work.broken if work is not None else None
+            cause = (work.broken if work is not None else None) or error
             self.fail(f"{cause or 'its queue pair is in the error state'}", cause)
+
+    def _explain(self, error: WorkCompletionError) -> Exception:
+        """Return the exception that a failed request of the connection raises. This is called in any thread.
+
+        A request that the peer's device refused keeps its own error. All others ended because the peer is gone, or
+        because the queue pair had failed before or was closed.
+
+        :param error: error of the request.
+        """
+        if error.status not in _ENDED_BY_CONNECTION:
+            return error
+        if self._owner.owns():
+            self.fail_queue_pair(error)
+        return self.closed_error()
 
     def closed_error(self) -> Exception:
         """Return the exception for calls on a channel that is closed or broken.
@@ -827,6 +863,8 @@ def check_immediate(immediate: int) -> None:
         raise ValueError(f"`immediate` must fit in 32 bits, got {immediate}")
 
 
+# Statuses of requests that failed with the connection, and not by themselves.
+_ENDED_BY_CONNECTION = {WcStatus.WR_FLUSH_ERR, WcStatus.RETRY_EXC_ERR, WcStatus.RNR_RETRY_EXC_ERR}
 _DEFERRED = object()
 _UNLIMITED = 1 << 30
 _HANDSHAKE_MESSAGES = 4  # limit for each end

@@ -84,6 +84,7 @@ ANY_CALLER = {
     "as_byte_stream": "makes an object that checks its caller",
     "base": _CACHED,
     "batch": "makes an object that checks its caller",
+    "broken": _CACHED,
     "buffer_pool": _MAKES,
     "cache": "any event loop may use it",
     "capabilities": _CACHED,

@@ -183,7 +183,7 @@ cdef class Operation:
             section_enter(&within, <PyObject *>self)    # concurrent callers get one exception object
             try:
                 if not self.raises:
-                    self._fail(self._failure())
+                    self._fail(self._explained_failure())
             finally:
                 section_leave(&within)
         if self.raises:
@@ -206,6 +206,12 @@ cdef class Operation:
             return BatchError([(<Operation>each)._failure() for each in self.extra.elements])
         opcode = WcOpcode.RECV if self.queue.receives else _wc_opcodes.get(self.opcode)
         return WorkCompletionError(_status(self.status), opcode, self.vendor_err, self.queue.qp_num or self.qp_num)
+
+    cdef object _explained_failure(self):
+        # Return the exception that the operation raises: its failure, unless the queue pair's user explains it.
+        cdef QpWorkState requests = self.queue.requests
+        failure = self._failure()
+        return failure if requests is None or requests.explain is None else requests.explain(failure)
 
     cdef inline int _take_old_value(self) except -1:
         # Copy the result of a successful atomic request before its scratch memory is reused.

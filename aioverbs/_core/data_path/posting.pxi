@@ -92,6 +92,7 @@ cdef class QpWorkState:
     cdef object lost_cq_error           # error of the completion queue that failed, until the reset; otherwise None
     cdef bint device_removed            # the device was removed; an error of a verb alone does not prove that
     cdef WorkQueue srq                  # the shared receive queue that this queue pair receives from, or None
+    cdef object explain                 # see `explain_failures`
 
     def __init__(
         self,
@@ -192,6 +193,14 @@ cdef class QpWorkState:
                 (<WorkQueue>queue).idle = callback
         finally:
             section_leave(&within)
+
+    def explain_failures(self, explain):
+        """Set the function that chooses the exceptions which requests with an error status raise.
+
+        :param explain: called with the `WorkCompletionError` or `BatchError` of a request when its outcome is first
+            asked for, in any thread; returns the exception to raise instead, which may be the same.
+        """
+        self.explain = explain
 
     def close(self):
         """Refuse further requests with ClosedResourceError. Requests that wait for a place in a queue end as if they

@@ -29,7 +29,7 @@ class TcpControlChannel(asyncio.Protocol):
 
     def __init__(self) -> None:
         self.error: Exception | None = None
-        self.has_received = False  # the peer has sent data
+        self.messages = 0  # number of complete messages of the peer
         self._data = bytearray()
         self._waiter: asyncio.Future[None] | None = None
         self._on_lost: Callable[[Exception], object] | None = None
@@ -59,7 +59,6 @@ class TcpControlChannel(asyncio.Protocol):
         Data after the handshake violates the protocol. If more than 1,024 bytes are buffered, the transport stops
         reading for good.
         """
-        self.has_received = True
         if self._on_lost is not None:
             self._fail(BrokenResourceError("the peer sent data on the TCP connection after the handshake"))
             self.abort()
@@ -112,7 +111,9 @@ class TcpControlChannel(asyncio.Protocol):
         :raises BrokenResourceError: the peer is gone.
         """
         head = await self._read_exactly(HEADER_BYTES)
-        return head + await self._read_exactly(body_size(head))
+        message = head + await self._read_exactly(body_size(head))
+        self.messages += 1
+        return message
 
     async def _read_exactly(self, size: int) -> bytes:
         """Wait for the next `size` bytes from the peer, and return them.

@@ -27,8 +27,8 @@ __all__ = ["Acceptor", "ServerStatistics"]
 
 logger = logging.getLogger("aioverbs")
 
-_MIN_HANDSHAKE_S = 0.5  # time that each peer gets for its handshake, however many other peers are waiting
-_EXPIRY_GRACE_S = 2.0  # time that an expired handshake may take to end, as on a busy worker, before the next is expired
+_INTERVAL_S = 0.1  # in which the silence of peers in the handshake is counted, while other peers wait
+_GRACE_INTERVALS = 20  # for an expired handshake to end, as on a busy worker, before the next is expired
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,7 @@ class Acceptor:
         self._cm_task: asyncio.Task[None] | None = None
         self._room_made = asyncio.Event()  # set when a handshake or a connection ends
         self._expiry: asyncio.TimerHandle | None = None  # while peers wait for room
+        self._grace = 0  # intervals until the next handshake may be expired
         self._on_idle: Callable[[], object] | None = None
         self._handshakes = self._connections = self._accepted = 0
         self._refused: Counter[str] = Counter()
@@ -198,9 +199,11 @@ class Acceptor:
 
     # Connecting and sending nothing costs a peer next to nothing, so there may be very many such peers. While no slot
     # for a handshake is free, peers wait in the kernel's backlog (with rdma_cm, one of them waits here). If no
-    # handshake ends in the meantime, the oldest handshake that has had _MIN_HANDSHAKE_S is expired; peers that are not
-    # known to have sent anything are expired first. So silent peers delay an honest peer by _MIN_HANDSHAKE_S for every
-    # `max_handshakes` of them that arrived earlier, but cannot keep it out.
+    # handshake ends in the meantime, the oldest one whose peer owes the next message for half a second is expired;
+    # peers that are not known to have sent anything are expired first. So silent peers delay an honest peer by half a
+    # second for every `max_handshakes` of them that arrived earlier, but cannot keep it out; and peers that answer in
+    # time are not expired, however long a busy process takes for all of them. A handshake has three messages, so a
+    # peer cannot win more than three times that time by sending them as late as it may.
 
     def _is_full(self) -> bool:
         """Return whether there are ``max_connections`` connections, so that further peers are refused."""
@@ -216,28 +219,37 @@ class Acceptor:
         )
 
     def _expire_when_full(self) -> None:
-        """Begin to expire one handshake after another until there is room, because a peer waits for that."""
+        """Begin to expire handshakes of silent peers, one after another until there is room: a peer waits for that."""
         if self._expiry is None:
-            self._expire_oldest()
+            self._grace = 0
+            self._expire_oldest(self._handshaking())
+            self._expiry = running_loop().call_later(_INTERVAL_S, self._count_silence)
 
-    def _expire_oldest(self) -> None:
-        """Expire the oldest handshake that has lasted at least half a second, if there is one, and go on later.
-
-        Peers that are not known to have sent anything come first.
-        """
-        loop = running_loop()
-        waiting = [
+    def _handshaking(self) -> list[PendingPeer]:
+        """Return the peers whose handshakes are in progress and may be expired, in the order of their arrival."""
+        return [
             each
             for each in self._tasks.values()
             if each.state is AcceptState.HANDSHAKING and each.timeout is not None and not each.is_expiring
         ]
-        threshold = loop.time() - _MIN_HANDSHAKE_S
-        expirable = [each for each in waiting if each.started_at <= threshold]
-        wait_s = min((each.started_at - threshold for each in waiting), default=_MIN_HANDSHAKE_S)
-        if expirable:
-            min(expirable, key=lambda each: (each.has_received, each.started_at)).expire()
-            wait_s = _EXPIRY_GRACE_S
-        self._expiry = loop.call_later(wait_s, self._expire_oldest)
+
+    def _count_silence(self) -> None:
+        """Count one more interval in which peers in the handshake may have been silent, and expire one of them."""
+        handshaking = self._handshaking()
+        for each in handshaking:
+            each.count_silence()
+        if self._grace:
+            self._grace -= 1
+        else:
+            self._expire_oldest(handshaking)
+        self._expiry = running_loop().call_later(_INTERVAL_S, self._count_silence)
+
+    def _expire_oldest(self, handshaking: list[PendingPeer]) -> None:
+        """Expire the handshake of the oldest silent peer, if there is one. Peers that have sent nothing come first."""
+        oldest = min((each for each in handshaking if each.is_silent), key=lambda each: each.has_sent, default=None)
+        if oldest is not None:
+            oldest.expire()
+            self._grace = _GRACE_INTERVALS
 
     def _make_room(self) -> None:
         """Accept the peers that wait, because a handshake or a connection has ended."""
@@ -269,7 +281,6 @@ class Acceptor:
         """
         reason = "cancelled"
         try:
-            pending.started_at = running_loop().time()
             async with asyncio.timeout(self._accept_settings.handshake_timeout_s) as pending.timeout:
                 reason = await self._on_peer(pending)
         except TimeoutError:

@@ -16,6 +16,11 @@ from aioverbs.addresses import Address, format_address
 __all__ = ["AcceptState", "PendingPeer"]
 
 
+# Numbers of intervals, 0.1 s each, that a peer gets for each message of its handshake, or for all of it.
+_SILENT_INTERVALS = 5
+_UNSEEN_INTERVALS = 20
+
+
 class AcceptState(enum.Enum):
     """States of an accepted peer."""
 
@@ -47,7 +52,8 @@ class PendingPeer:
         self.timeout: asyncio.Timeout | None = None  # limit of the handshake
         self.is_expiring = False
         self._loop = running_loop()
-        self.started_at = 0.0  # loop time at which the handshake began
+        self.silence = 0  # intervals since the last message, while other peers waited
+        self._counted = 0  # messages of the peer when `silence` was last counted
         self._control: ControlChannel | None = None
         self._on_state_change = on_state_change
 
@@ -72,10 +78,34 @@ class PendingPeer:
         self._control = await accept_tcp(endpoint, accept_settings.context, accept_settings.handshake_timeout_s)
         return self._control
 
+    def count_silence(self) -> None:
+        """Count one more interval in which the peer may have been silent, or begin anew if it has sent a message.
+
+        The acceptor calls this at intervals of its loop. When the loop is late, that is one interval all the same, so
+        that a peer is not taken for silent because this process is busy.
+        """
+        messages = self._messages()
+        self.silence = self.silence + 1 if messages == self._counted else 0
+        self._counted = messages
+
+    def _messages(self) -> int:
+        """Return the number of messages of the handshake that the peer has sent, as far as they are seen here."""
+        return self._control.messages if isinstance(self._control, TcpControlChannel) else 0
+
     @property
-    def has_received(self) -> bool:
-        """Whether the peer is known to have sent data; always False with rdma_cm, or if a worker handles the peer."""
-        return isinstance(self._control, TcpControlChannel) and self._control.has_received
+    def is_silent(self) -> bool:
+        """Whether the peer has had its time for the next message of the handshake.
+
+        The messages are not seen here if a worker handles the peer, or with rdma_cm: then the whole handshake counts.
+        """
+        is_seen = self.worker is None and not isinstance(self._control, CmControlChannel)
+        limit = _SILENT_INTERVALS if is_seen else _UNSEEN_INTERVALS
+        return self.silence >= limit and self._messages() == self._counted
+
+    @property
+    def has_sent(self) -> bool:
+        """Whether the peer is known to have sent a message of the handshake."""
+        return self._messages() > 0
 
     def abort(self) -> None:
         """Notify the peer at once that it is not, or no longer, connected, unless a worker handles the peer.

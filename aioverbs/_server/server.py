@@ -372,11 +372,11 @@ def listen(
     :param secret: shared secret, at least 1 byte, that peers must prove that they know; None for no secret.
     :param settings: sizes and times; None for ``ConnectionSettings()``.
     :param handshake_timeout_s: limit of a peer's handshake in seconds, above 0.
-    :param max_handshakes: largest number of handshakes at the same time, 1 or more. When that many are in progress, a
-        new peer waits until one of them ends. The oldest handshake that has taken half a second is cancelled; peers
-        that have sent nothing come first.
+    :param max_handshakes: largest number of handshakes at the same time, 1 or more. When that many are in progress,
+        further peers wait in the kernel's backlog until one of them ends. Meanwhile, the oldest handshake whose peer
+        owes the next message for half a second is cancelled; peers that have sent nothing come first.
     :param max_connections: largest number of open connections, 1 or more; further peers are refused. None for no limit.
-    :param backlog: number of peers that the kernel queues until they are accepted.
+    :param backlog: number of peers that the kernel queues until they are accepted; further ones have to try again.
     :returns: a listener to open with ``async with``. It does not listen until it is open.
     :raises ValueError: an argument is out of range, or `transport` and `ssl` cannot be combined.
     :raises Exception: whatever the function `ssl` raises, which is called immediately.
@@ -715,8 +715,8 @@ def serve(
 
     :param handler: async function called with each `Connection`, in a task of its own. The connection is closed when
         the handler returns.
-    :param host: address or name to listen at; None for all addresses of this machine.
-    :param port: port to listen at, 0..65535; 0 for a free port.
+    :param host: as for `listen`.
+    :param port: as for `listen`.
     :param domain: domain that the queue pairs are created on. Connections and handlers belong to the loop that opens
         the server.
     :param pool: pool of workers, instead of a domain. Each connection is made and handled on a worker, using the
@@ -728,13 +728,13 @@ def serve(
         the worker.
     :param transport: how peers reach the server: ``"tcp"``, ``"rdmacm"``, or ``"auto"`` for TCP, and for rdma_cm as
         well if there is a domain, its device supports rdma_cm and there is no TLS.
-    :param ssl: TLS context for the TCP connections (see `connect`), or a function that makes one; None for no TLS.
-    :param secret: shared secret, at least 1 byte, that peers must prove that they know; None for no secret.
-    :param settings: sizes and times; None for ``ConnectionSettings()``.
-    :param handshake_timeout_s: limit of a peer's handshake in seconds, above 0.
-    :param max_handshakes: largest number of handshakes at the same time, 1 or more; see `listen`.
-    :param max_connections: largest number of open connections, 1 or more; further peers are refused. None for no limit.
-    :param backlog: number of peers that the kernel queues until they are accepted.
+    :param ssl: as for `listen`.
+    :param secret: as for `listen`.
+    :param settings: as for `listen`.
+    :param handshake_timeout_s: as for `listen`.
+    :param max_handshakes: as for `listen`.
+    :param max_connections: as for `listen`.
+    :param backlog: as for `listen`.
     :param drain_timeout_s: time in seconds that handlers have to end when the server stops.
     :returns: a server to open with ``async with``. It does not listen until it is open.
     :raises ValueError: an argument is out of range, not exactly one of `domain` and `pool` is given, or arguments

@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 import ssl
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 from aioverbs import (
     BrokenResourceError,
     ClosedResourceError,
+    Connection,
     ConnectionListener,
     Device,
     HandshakeError,
@@ -229,7 +231,8 @@ async def test_silent_peers_do_not_block_others(device: Device, limit: str) -> N
             await stack.enter_async_context(stranger(listener))
         await until(lambda: listener.statistics().handshakes == 3)
         for arrival in listener._acceptor._tasks.values():
-            arrival.started_at -= patience(5)  # as if they had come so long ago
+            arrival.count_silence()
+            arrival.silence = 1000  # as if they had come so long ago
         for _ in range(fewer(3)):
             await talks(listener, domain)
         await until(lambda: listener.statistics().handshakes == 2)
@@ -239,6 +242,27 @@ async def test_silent_peers_do_not_block_others(device: Device, limit: str) -> N
         await stack.aclose()
         await until(lambda: listener.statistics().handshakes == 0)
         await talks(listener, domain)
+
+
+async def test_peers_of_a_busy_listener_wait_and_are_not_refused(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More peers than handshakes at once, each of which blocks the loop, so that all of them take long."""
+    open_connection, count = Connection._open, 12
+
+    def slow(connection: Connection) -> None:
+        time.sleep(0.1)
+        open_connection(connection)
+
+    async with listening(device, max_handshakes=4, handshake_timeout_s=patience(60)) as (listener, domain):
+        monkeypatch.setattr(Connection, "_open", slow)
+        nears = await asyncio.gather(
+            *(connect(HOST, listener.port, domain=domain, settings=SMALL, timeout_s=patience(60)) for _ in range(count))
+        )
+        fars = [await listener.accept() for _ in range(count)]
+        assert refused(listener) == {}
+        for end in (*nears, *fars):
+            end.abort()
 
 
 async def test_an_exception_of_a_handshake_is_logged_and_counted(

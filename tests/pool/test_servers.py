@@ -418,7 +418,7 @@ async def test_limits_hold_for_all_workers_during_a_flood(pool: WorkerPool, doma
         silent = [await asyncio.open_connection(HOST, server.port) for _ in range(4)]
         await until(lambda: server.statistics().handshakes == 4)
         for pending in server._acceptor._tasks.values():
-            pending.started_at -= patience(5)  # as if the peers had connected that long ago
+            pending.silence = 1000  # as if the peers had connected that long ago
         for _ in range(fewer(3)):
             async with asked(server, domain) as near:  # the oldest handshake is dropped
                 assert await request(near, "where")

@@ -590,9 +590,10 @@ class MessageChannel:
             if isinstance(error, BusyResourceError):
                 self.receive_queue.when_resumed(self._loop, retry)
                 return False
-            if isinstance(
-                error, ClosedResourceError | BrokenResourceError | QueuePairStateError | AffinityError | VerbsError
-            ):
+            if isinstance(error, VerbsError):  # the peer would wait for the message, or for its credits
+                self._loop.call_soon(self.fail, f"a control message cannot be sent: {error}", error)
+                return True
+            if isinstance(error, ClosedResourceError | BrokenResourceError | QueuePairStateError | AffinityError):
                 return True  # the end is reported elsewhere
             raise
         self._keep_until_done(sent)

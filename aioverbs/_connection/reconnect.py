@@ -47,8 +47,8 @@ def reconnect(
     that requests the first connection owns the iterator, even if any loop may use the domain. The call itself raises
     only the `ValueError` that `connect` raises for an invalid argument.
 
-    :param host: address or name at which the peer listens.
-    :param port: port at which the peer listens, 1..65535.
+    :param host: as for `connect`.
+    :param port: as for `connect`.
     :param backoff: waits between attempts; None for ``Backoff()``.
     :param steady_s: time in seconds that a connection has to last for the waits to begin anew.
     :param options: keyword arguments of `connect`; ``domain`` is required.

@@ -4,6 +4,7 @@ A thread serves the socket independently of the event loops. It sleeps while no 
 signals, does not keep this process alive, and does not exist in a forked child.
 """
 
+import asyncio
 import atexit
 import logging
 import os
@@ -16,6 +17,7 @@ from typing import Self
 import anyio.to_thread
 
 from aioverbs._exports import publish
+from aioverbs._lifecycle.affinity import wait_uncancelled
 from aioverbs._monitoring.server import MonitorServer
 
 __all__ = ["Monitor", "monitor", "start_if_enabled"]
@@ -76,6 +78,16 @@ def _release() -> MonitorServer | None:
         return server
 
 
+async def _wait_for_thread(server: MonitorServer) -> None:
+    """Wait for the thread of a stopped server, even if this is cancelled."""
+    joining = anyio.to_thread.run_sync(server.join)
+    if asyncio._get_running_loop() is not None:
+        await wait_uncancelled(joining)
+        return
+    with anyio.CancelScope(shield=True):  # in trio, only scopes cancel
+        await joining
+
+
 def _at_exit() -> None:
     """Stop the server, if there is one, at the end of the process and wait for its thread."""
     global _server
@@ -125,16 +137,15 @@ class Monitor:
         """End the monitoring, unless another monitor in this process is open or AIOVERBS_MONITOR is 1.
 
         When the last monitor is closed, this waits for the thread that serves the socket, but at most 5 s; if the
-        thread has not ended by then, an error is logged. Closing a closed monitor does nothing. A cancel scope of
-        anyio does not interrupt this call. `asyncio.Task.cancel` does: the thread then ends later.
+        thread has not ended by then, an error is logged. Closing a closed monitor does nothing. A cancellation does not
+        interrupt this call, and is raised afterwards.
         """
         process, self._process, self._path = self._process, 0, None
         if process != os.getpid():  # never opened, or opened by the parent process
             return
         server = _release()
         if server is not None:
-            with anyio.CancelScope(shield=True):
-                await anyio.to_thread.run_sync(server.join)
+            await _wait_for_thread(server)
 
     async def __aenter__(self) -> Self:
         return await self.open()

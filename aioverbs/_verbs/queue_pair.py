@@ -510,12 +510,12 @@ class _Flusher:
     async def flush(self) -> None:
         """If work requests are in flight, move the queue pair to ERR and wait until all of them have completed.
 
-        Requests that are still waiting for a slot are not posted. Wait for at most 10 s; a cancel scope of anyio does
-        not shorten this, but `asyncio.Task.cancel` ends the wait. If requests are left after 10 s, log a warning;
-        `destroy` abandons all that are left. Do not wait if the verb fails or if no event loop dispatches the
-        completions. A queue pair with a shared receive queue is moved to ERR in any case, and its completion queue is
-        polled.
+        Requests that are still waiting for a slot are not posted. Wait for at most 10 s; a cancellation does not
+        shorten this. If requests are left after 10 s, log a warning; `destroy` abandons all that are left. Do not wait
+        if the verb fails or if no event loop dispatches the completions. A queue pair with a shared receive queue is
+        moved to ERR in any case, and its completion queue is polled.
 
+        :raises asyncio.CancelledError: this was cancelled; it is raised after the wait.
         :raises RuntimeError: there is something to wait for, and no asyncio event loop is running.
         """
         handle, work = self._handle, self._work
@@ -527,9 +527,16 @@ class _Flusher:
             await retry_while_busy(self._poll_recv_cq)  # completions of its receives would be lost with the queue pair
         if not work.in_flight or not await self._to_error() or not work.watched:
             return
+        await wait_uncancelled(self._wait_flushed(handle, work))
+
+    async def _wait_flushed(self, handle: handles.QueuePair, work: QpWorkState) -> None:
+        """Wait until no work request is in flight or no event loop dispatches the completions, for at most 10 s.
+
+        If requests are left after that time, log a warning.
+        """
         condition = CrossLoopCondition()
         work.when_idle(condition.notify)
-        with anyio.move_on_after(_FLUSH_S, shield=True) as scope:
+        with anyio.move_on_after(_FLUSH_S) as scope:
             await condition.wait_while(lambda: work.in_flight and work.watched)
         work.when_idle(None)
         if scope.cancelled_caught:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import anyio
 
 from aioverbs._durations import duration
+from aioverbs._lifecycle.affinity import wait_uncancelled
 from aioverbs._verbs.completion_queue import MessageModel
 from aioverbs._verbs.device import devices
 from aioverbs.cli.bench_device import LOOPBACK, device_client
@@ -154,18 +155,20 @@ class _Peer:
         """Close the peer process's standard input and wait until the process ends. If that takes more than 10 s, kill
         it.
 
-        A cancel scope of anyio does not interrupt this call. `asyncio.Task.cancel` and `asyncio.timeout` do: the
-        process may then still be running.
+        A cancellation does not interrupt this call, and is raised afterwards.
         """
         self._stdin.close()
+        await wait_uncancelled(self._wait_or_kill())
+
+    async def _wait_or_kill(self) -> None:
+        """Wait until the process ends. If that takes more than 10 s, kill it."""
         try:
-            with anyio.fail_after(_EXIT_LIMIT_S, shield=True):
+            async with asyncio.timeout(_EXIT_LIMIT_S):
                 await self._process.wait()
         except TimeoutError:
             with suppress(ProcessLookupError):
                 self._process.kill()
-            with anyio.CancelScope(shield=True):
-                await self._process.wait()
+            await self._process.wait()
 
 
 @asynccontextmanager

@@ -237,6 +237,21 @@ class TestFailures:
             await bench_run.measure(cells, ["soft0"], MessageModel.DEFAULT, 1, lambda: processes[0].kill())
         assert processes[0].returncode == -signal.SIGKILL
 
+    async def test_a_cancelled_block_still_waits_for_the_peer_process(self) -> None:
+        async def use() -> None:
+            async with bench_run._peer_process() as peer:
+                processes.append(peer._process)
+
+        processes: list[asyncio.subprocess.Process] = []
+        using = asyncio.create_task(use())
+        await until(lambda: processes)
+        for _ in range(2):
+            using.cancel()
+            await asyncio.sleep(0)
+        await asyncio.wait([using])
+        assert using.cancelled()
+        assert processes[0].returncode is not None
+
     async def test_request_to_an_exited_peer_process(self) -> None:
         async with bench_run._peer_process() as peer:
             peer._process.kill()

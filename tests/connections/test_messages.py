@@ -1,6 +1,8 @@
 """Messages of every size, in order, by many tasks, with slow receivers, and without any RNR NAK."""
 
 import asyncio
+import contextlib
+import errno
 import random
 from typing import Any
 
@@ -16,8 +18,9 @@ from aioverbs import (
     WcStatus,
 )
 from aioverbs._verbs import qp_defaults as repeating
-from tests.connections.ends import SMALL, deeper, pair
-from tests.pace import fewer
+from tests.capabilities import Capability, needs
+from tests.connections.ends import SMALL, deeper, pair, use_up
+from tests.pace import fewer, patience
 from tests.waiting import until
 
 HUGE = ConnectionSettings(buffer_size=512, receive_depth=4, send_buffers=1, send_depth=8, max_message=1 << 20)
@@ -92,6 +95,25 @@ async def test_any_buffer_may_be_changed_after_sending(device: Device) -> None:
         assert await ends.far.receive() == b"23"
         with pytest.raises(TypeError):
             await ends.near.send("text")  # type: ignore[arg-type]
+
+
+@pytest.mark.every_way
+@needs(Capability.FAULT_PLAN)
+async def test_a_refused_control_message_breaks_the_connection(device: Device) -> None:
+    """The peer would wait for ever for the credits that were not returned."""
+    async with pair(device) as ends:
+        count = await use_up(ends.near)
+        sending = asyncio.create_task(ends.near.send(b"waits for a credit"))
+        await asyncio.sleep(0)
+        device.faults.fail("post_send", errno.ENOMEM)
+        async with asyncio.timeout(patience(10)):
+            with contextlib.suppress(BrokenResourceError):  # not all of them may have arrived before
+                for _ in range(count):
+                    assert await ends.far.receive() == b"one of them"
+            assert "a control message cannot be sent" in str(await ends.far.wait_lost())
+            await ends.near.wait_lost()
+            await asyncio.wait([sending])
+            assert sending.exception() is None or sending.exception() is ends.near.broken
 
 
 @pytest.mark.every_way

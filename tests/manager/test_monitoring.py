@@ -40,6 +40,27 @@ def completed(sample: dict[str, Any], device: Device) -> int:
     )
 
 
+async def test_a_cancelled_close_still_waits_for_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, join = threading.Event(), server.MonitorServer.join
+
+    def join_slowly(stopped: server.MonitorServer) -> None:
+        go_on.wait(patience(10))
+        join(stopped)
+
+    monkeypatch.setattr(server.MonitorServer, "join", join_slowly)
+    watched = await monitor().open()
+    closing = asyncio.create_task(watched.aclose())
+    for _ in range(3):
+        await asyncio.sleep(0.01)
+        closing.cancel()
+    await asyncio.sleep(0.01)
+    assert not closing.done()
+    go_on.set()
+    await asyncio.wait([closing])
+    assert closing.cancelled()
+    assert not monitor_threads()
+
+
 async def test_samples_have_the_tree_with_counts(device: Device) -> None:
     async with monitor() as watched, ends(device) as pair:
         with open_viewer(watched) as viewer:

@@ -1,32 +1,26 @@
 """Establishing a connection: `connect` and the handshake over TCP or rdma_cm."""
 
 import asyncio
-import contextlib
 import errno
 import ssl as tls
 from collections.abc import Callable, Coroutine, Generator
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Required, TypedDict
 
-from aioverbs._connection.cm_control import CM_UNAVAILABLE_ERRORS, CmControlChannel, resolve
-from aioverbs._connection.connection import Connection, ControlChannel
-from aioverbs._connection.handshake import Handshake, encode_reject
+from aioverbs._connection.cm_control import CM_UNAVAILABLE_ERRORS, resolve
+from aioverbs._connection.connection import Connection
+from aioverbs._connection.control_channel import ControlChannel
+from aioverbs._connection.establishment import Progress, establish
 from aioverbs._connection.settings import ConnectionSettings
 from aioverbs._connection.tcp_control import connect_tcp
 from aioverbs._durations import duration
 from aioverbs._exports import publish
 from aioverbs._lifecycle.affinity import OwnedBlock
-from aioverbs._proofs import make_nonce
 from aioverbs._verbs.base_domain import Domain, check_caller
 from aioverbs._verbs.ports import check_port, gid_index
 from aioverbs.addresses import check_socket_port
 from aioverbs.errors import (
-    BrokenResourceError,
-    HandshakeError,
-    QueuePairStateError,
     UnreachableError,
-    WorkCompletionError,
 )
 
 __all__ = [
@@ -57,108 +51,6 @@ class ConnectOptions(TypedDict, total=False):
     timeout_s: float
 
 
-@dataclass
-class _Progress:
-    """Progress of an attempt to connect.
-
-    :param waiting_for: description of the step that has not succeeded yet, for the message of a timeout.
-    """
-
-    waiting_for: str = ""
-
-
-async def _perform_handshake(
-    control: ControlChannel,
-    secret: bytes | None,
-    connection: Connection,
-    progress: _Progress | None = None,
-    *,
-    initiator: bool,
-) -> Connection:
-    """Perform one end's part of the handshake and connect the queue pair to the peer's.
-
-    The messages of `Handshake` go over the control channel. On failure or cancellation, the control channel is closed
-    and the connection is aborted. If aborting has to wait for a verb in a thread, a background task aborts the
-    connection and this call does not wait. There is no time limit: the caller sets one.
-
-    :param control: open channel to the peer; from now on, closing the connection closes the channel.
-    :param connection: new connection, not opened yet.
-    :param secret: the shared secret; None for no secret.
-    :param progress: receives the description of a step that does not end, for the message of a timeout; None if the
-        caller does not need it.
-    :param initiator: whether this end requested the connection.
-    :returns: `connection`, which is open now.
-    :raises HandshakeError: one end refuses the other. If this end refuses, it has sent REJECT to the peer.
-    :raises BrokenResourceError: the peer is gone.
-    :raises ConnectionRejectedError: with rdma_cm: the peer rejected the connection or has no listener.
-    :raises UnreachableError: with rdma_cm: the peer does not answer.
-    :raises VerbsError: the device has no queue pair, completion queue or memory region left, or another verb failed.
-    :raises OSError: the process cannot map the memory for the buffers, or has no file descriptor left.
-    :raises MemoryError: no memory is left for the buffers.
-    :raises ValueError: the device has no such port or GID, or does not support the queue depths of the settings; or the
-        domain cannot use ``spin_ns``.
-    :raises ClosedResourceError: the domain is not open, or was closed during the handshake.
-    :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
-    """
-    handshake = Handshake(initiator, make_nonce(), secret)
-    try:
-        if isinstance(control, CmControlChannel):
-            await _connect_queue_pairs(control, connection, initiator)
-        if initiator:
-            await control.send(handshake.hello())
-            handshake.receive_hello(await control.receive())
-            await control.send(handshake.offer(await connection._prepare()))
-            await connection._connect_queue_pair(handshake.receive_offer(await control.receive()), control, 0)
-            await control.send(handshake.ready())
-        else:
-            handshake.receive_hello(await control.receive())
-            await control.send(handshake.hello())
-            peer = handshake.receive_offer(await control.receive())
-            ours = await connection._prepare()
-            await connection._connect_queue_pair(peer, control, 1)
-            await control.send(handshake.offer(ours))
-            handshake.receive_ready(await control.receive())
-        connection._finish_handshake(control)
-    except BaseException as error:
-        if isinstance(error, HandshakeError) and not error.by_peer:
-            with contextlib.suppress(OSError, BrokenResourceError, QueuePairStateError, WorkCompletionError):
-                await control.send(encode_reject(error))
-        try:
-            connection.abort()
-            if not connection._is_modify_pending:
-                await connection.aclose()
-            elif progress is not None:
-                progress.waiting_for = "the device did not resolve the peer's link-layer address"
-        finally:
-            if isinstance(error, Exception) or isinstance(control, CmControlChannel):
-                await control.aclose()
-            else:
-                control.abort()
-        raise
-    return connection
-
-
-async def _connect_queue_pairs(control: CmControlChannel, connection: Connection, initiator: bool) -> None:
-    """Connect the queue pairs of both ends with rdma_cm, before the handshake.
-
-    The messages of the handshake are sent over the queue pairs, so the receives are posted first.
-
-    :param control: the channel, whose identifier is not connected yet.
-    :param connection: the connection, not opened yet.
-    :param initiator: whether this end requested the connection.
-    :raises Exception: whatever `Connection._prepare`, and `CmControlChannel.connect` (if `initiator`) or
-        `CmControlChannel.accept`, raise.
-    """
-    await connection._prepare()
-    connection._watch_peer(control)
-    assert connection._channel is not None
-    attributes = connection.settings.repetitions(software=False)
-    if initiator:
-        await control.connect(connection._channel, **attributes)
-    else:
-        await control.accept(connection._channel, **attributes)
-
-
 async def accept_connection(
     control: ControlChannel, domain: Domain, secret: bytes | None, settings: ConnectionSettings
 ) -> Connection:
@@ -183,7 +75,7 @@ async def accept_connection(
     :raises ClosedResourceError: the domain is not open, or was closed during the handshake.
     :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
     """
-    return await _perform_handshake(control, secret, Connection(domain, settings), initiator=False)
+    return await establish(control, domain, secret, settings, initiator=False)
 
 
 class Connecting(OwnedBlock[Connection]):
@@ -291,7 +183,7 @@ def connect(
     async def make() -> Connection:
         check_caller(domain, "connect")  # before the peer is contacted
         limit = asyncio.timeout(timeout_s)
-        progress = _Progress()
+        progress = Progress()
         cm_failure = ""
         try:
             async with limit:
@@ -306,7 +198,7 @@ def connect(
                 progress.waiting_for = "the peer's host did not answer over TCP"
                 control = await connect_tcp(host, port, ssl, server_hostname)
                 progress.waiting_for = "the peer did not continue the handshake over TCP"
-                return await _perform_handshake(control, secret, Connection(domain, chosen), progress, initiator=True)
+                return await establish(control, domain, secret, chosen, progress, initiator=True)
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -325,7 +217,7 @@ async def _connect_by_rdma_cm(
     secret: bytes | None,
     settings: ConnectionSettings,
     timeout_s: float | None,
-    progress: _Progress,
+    progress: Progress,
 ) -> Connection:
     """Connect to a peer with rdma_cm, and perform the initiator's part of the handshake.
 
@@ -341,7 +233,7 @@ async def _connect_by_rdma_cm(
     :raises ValueError: the device does not have the port or GID index of `settings`.
     :raises VerbsError: the port cannot be queried, or another verb failed.
     :raises HandshakeError: one end refuses the other.
-    :raises Exception: any other exception that `_perform_handshake` raises.
+    :raises Exception: any other exception that `establish` raises.
     """
     context = domain.handle.context
     check_port(context, settings.port, settings.gid_index)
@@ -355,7 +247,7 @@ async def _connect_by_rdma_cm(
         async with asyncio.timeout(None if timeout_s is None else _CM_RESOLVE_TIMEOUT_S):
             control = await resolve(host, port, context, context.query_gid(settings.port, index))
         progress.waiting_for = "the peer did not answer over rdma_cm, or did not continue the handshake"
-        return await _perform_handshake(control, secret, Connection(domain, settings), progress, initiator=True)
+        return await establish(control, domain, secret, settings, progress, initiator=True)
 
 
 def check_secret(secret: bytes | None) -> None:

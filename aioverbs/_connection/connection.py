@@ -2,22 +2,21 @@
 
 import asyncio
 import contextlib
-import errno
 from collections.abc import Callable, Coroutine, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.abc
 
 from aioverbs._connection.byte_stream import MessageByteStream
-from aioverbs._connection.cm_control import CmControlChannel
-from aioverbs._connection.grants import Grant, Grants, RemoteGrant, has_windows
-from aioverbs._connection.handshake import Capabilities, Offer, Reason
-from aioverbs._connection.message_channel import ConnectionStatistics, MessageChannel, check_immediate
+from aioverbs._connection.connection_end import ConnectionEnd
+from aioverbs._connection.grants import Grant, RemoteGrant
+from aioverbs._connection.handshake import Offer
+from aioverbs._connection.message_channel import ConnectionStatistics
+from aioverbs._connection.one_sided import Local, OneSidedRequests, Remote
 from aioverbs._connection.settings import ConnectionSettings
-from aioverbs._connection.shared_queues import completion_queue_for, lease_block
 from aioverbs._connection.wire import FrameKind
-from aioverbs._core.data_path.data_path import Operation, RegionSlice, RemoteRegion
+from aioverbs._core.data_path.data_path import Operation, RegionSlice
 from aioverbs._exports import publish
 from aioverbs._lifecycle.affinity import Affinity, running_loop
 from aioverbs._lifecycle.lifecycle import OPEN, Lifecycle
@@ -26,218 +25,20 @@ from aioverbs._memory.buffer_pool import LeasedBuffer
 from aioverbs._memory.region import MemoryRegion
 from aioverbs._verbs.base_domain import Domain, queue_location_of
 from aioverbs._verbs.completion_queue import CompletionQueue
-from aioverbs._verbs.endpoint import Endpoint
-from aioverbs._verbs.qp_modify import establish_cancellable, is_modify_pending
-from aioverbs._verbs.queue_pair import QueuePair, qp_work_state_of
-from aioverbs.addresses import Address, format_address
+from aioverbs._verbs.queue_pair import QueuePair
+from aioverbs.addresses import Address
 from aioverbs.attributes import QpCapabilities
-from aioverbs.errors import (
-    BrokenResourceError,
-    ClosedResourceError,
-    ConcurrentAccessError,
-    DeviceRemovedError,
-    HandshakeError,
-    TransitionError,
-    VerbsError,
-)
-from aioverbs.types import AccessFlags, AtomicCap
+from aioverbs.errors import BrokenResourceError, ClosedResourceError, ConcurrentAccessError
+from aioverbs.types import AccessFlags
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["Connection", "ControlChannel", "on_closed"]
+__all__ = ["Connection", "end_of", "on_closed"]
 
 _ACCESS = (
     AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_READ | AccessFlags.REMOTE_ATOMIC
 )  # operations that the queue pair allows the peer; the keys of the granted memory decide where
-# Errors of ibv_modify_qp with which every further attempt would fail, too. All others may go away, such as an
-# interrupted path to the peer, a shortage, or a device that is being removed and comes back.
-_PERMANENT_ERRNOS = {errno.EACCES, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
-_LINGER_S = 0.02  # completions may still arrive after the report that the peer is gone
-
-Local = RegionSlice | MemoryRegion | list[RegionSlice] | tuple[RegionSlice, ...]
-
-
-class ControlChannel(Protocol):
-    """Channel that carries the handshake and reports the loss of the peer.
-
-    Implemented by `TcpControlChannel` and `CmControlChannel`.
-    """
-
-    async def send(self, data: bytes) -> None:
-        """Send one message of the handshake.
-
-        :param data: the message, header included.
-        :raises BrokenResourceError: with rdma_cm: the peer's device does not acknowledge the message. With TCP this
-            method raises nothing: `receive` reports that the peer is gone.
-        :raises Exception: with rdma_cm: any other exception that `CmControlChannel.send` raises.
-        """
-
-    async def receive(self) -> bytes:
-        """Wait for the peer's next message of the handshake.
-
-        :returns: the message, header included.
-        :raises HandshakeError: with TCP: the data is not a message of the handshake.
-        :raises BrokenResourceError: the peer is gone.
-        :raises Exception: with rdma_cm: any other exception that `CmControlChannel.receive` raises.
-        """
-
-    def watch(self, on_lost: Callable[[Exception], object]) -> None:
-        """Call `on_lost` with the cause, an exception, once the peer is gone; within this call if it already is."""
-
-    def unwatch(self) -> None:
-        """Stop watching: the callback passed to `watch` is no longer called."""
-
-    def address(self, which: str) -> Address | None:
-        """Return the local address if `which` is ``"sockname"``, or the peer's if it is ``"peername"``.
-
-        :returns: the address; None if the channel is not connected yet. After the channel is closed: None with rdma_cm,
-            None or the last address with TCP.
-        """
-
-    def abort(self) -> bool:
-        """End the connection to the peer at once, without waiting for the peer.
-
-        :returns: True if nothing is left to do; False if `aclose` still has to be awaited.
-        """
-
-    async def aclose(self) -> None:
-        """Close the channel, and wait a limited time for the peer to close its end.
-
-        :raises VerbsError: with rdma_cm: a verb failed.
-        """
-
-
-class _ConnectionMonitor:
-    """Monitor of a connection: keepalive, detection of a lost peer, and teardown.
-
-    The lifecycle holds this object and not the user's `Connection`, so that a forgotten connection can be
-    garbage-collected.
-
-    :param lifecycle: node of the connection.
-    :param block: memory of the connection's buffers, which `destroy` releases.
-    :param keep_alive_s: time in seconds after which a silent peer counts as lost; None for no limit.
-    """
-
-    def __init__(self, lifecycle: Lifecycle, block: LeasedBuffer, keep_alive_s: float | None) -> None:
-        self._lifecycle = lifecycle
-        self.channel: MessageChannel | None = None
-        self.grants: Grants | None = None
-        self.control: ControlChannel | None = None
-        self._block = block
-        self._tick_s = keep_alive_s / 4 if keep_alive_s is not None else None
-        self._loop = running_loop()
-        self._timer: asyncio.TimerHandle | None = None
-        self._last_completed = -1
-        self.closed_callback: Callable[[], object] = lambda: None
-
-    def start(self, control: ControlChannel) -> None:
-        """Watch the control channel and start the keepalive timer. Call when the handshake is complete."""
-        self.control = control
-        control.watch(self.on_lost)
-        if self._tick_s is not None:
-            self._timer = self._loop.call_later(self._tick_s, self._tick)
-
-    def _tick(self) -> None:
-        """Probe the peer's device if no send or receive has completed since the last tick, and restart the timer.
-
-        If the channel is broken or closed, neither probe nor restart the timer. If the peer is gone, the probe fails
-        within the time limit of the queue pair, and the connection breaks.
-        """
-        channel = self.channel
-        if channel is None or channel.broken is not None or channel.closed or self._tick_s is None:
-            return
-        work = qp_work_state_of(channel.qp)
-        assert work is not None
-        assert work.send_queue is not None
-        completed = channel.receive_queue.completed + work.send_queue.completed
-        if completed == self._last_completed:
-            channel.send_keepalive()
-        self._last_completed = completed
-        self._timer = self._loop.call_later(self._tick_s, self._tick)
-
-    def on_lost(self, error: Exception) -> None:
-        """Fail the connection because the peer or the device is gone, after receiving the peer's last messages.
-
-        This does not wait. The connection fails 20 ms later; or immediately, if the peer has said that it sends no
-        more. If the channel is closed, nothing is done.
-
-        :param error: exception that is the cause.
-        """
-        # The peer's last messages may already be in the completion queue, or arrive in a moment.
-        assert self.channel is not None
-        if self.channel.closed:
-            return
-        if not self.channel.poll():
-            self._loop.call_soon(self.on_lost, error)
-        elif self.channel.eof_received:
-            self._fail_lost(error)
-        else:
-            self._loop.call_later(_LINGER_S, self._fail_lost, error)
-
-    def _fail_lost(self, error: Exception) -> None:
-        """Fail the message channel because of the exception `error`, unless the channel is closed.
-
-        If another thread is inside a verb, do this in a later iteration of the event loop.
-        """
-        assert self.channel is not None
-        if self.channel.closed:
-            return
-        if not self.channel.poll():
-            self._loop.call_soon(self._fail_lost, error)
-        elif self.channel.eof_received:
-            self.channel.fail("the peer closed the connection")
-        elif isinstance(error, DeviceRemovedError):
-            self.channel.fail("the device was removed", error)
-        else:
-            self.channel.fail(f"the peer is gone: {error}", error)
-
-    def on_channel_end(self) -> None:
-        """Fail the tasks that wait for grants. If the message channel is broken, also abort the control channel, and
-        let the connection be dropped without a warning.
-
-        This is called when the message channel breaks or is closed.
-        """
-        if self.grants is not None and self.channel is not None:
-            self.grants.fail(self.channel.closed_error())
-        if self.channel is not None and self.channel.broken is not None:
-            self._lifecycle.ended_by_peer = True
-            if self.control is not None:
-                self.control.abort()  # tells the peer
-
-    def stop(self) -> None:
-        """Stop the timer, stop watching the peer, and close the message channel. This is the first step of closing."""
-        if self._timer is not None:
-            self._timer.cancel()
-        if self.control is not None:
-            self.control.unwatch()
-        if self.channel is not None:
-            self.channel.close()
-
-    async def drain(self) -> None:
-        """Close the control channel, and wait a limited time for the peer to close its end.
-
-        The lifecycle calls this after it has closed the queue pair.
-
-        :raises VerbsError: with rdma_cm: a verb failed.
-        """
-        if self.control is not None:
-            try:
-                await self.control.aclose()
-            finally:
-                self.control.abort()
-
-    def drain_now(self) -> bool:
-        """Do what `drain` does without waiting for the peer.
-
-        :returns: False if `drain` still has to be awaited.
-        """
-        return self.control is None or self.control.abort()
-
-    def destroy(self) -> None:
-        """Return the buffers to the pool that connections share, and call the callback set with `on_closed`."""
-        self._block.release()
-        self.closed_callback()
 
 
 class Connection(Resource, anyio.abc.ObjectStream[bytes]):
@@ -256,19 +57,14 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
     one has to be closed.
     """
 
-    def __init__(self, domain: Domain, settings: ConnectionSettings) -> None:
+    def __init__(self, domain: Domain, settings: ConnectionSettings, block: LeasedBuffer, cq: CompletionQueue) -> None:
         super().__init__(domain)
         self._domain = domain
         self._settings = settings
-        self._block: LeasedBuffer | None = None
-        self._cq: CompletionQueue | None = None
-        self._channel: MessageChannel | None = None
-        self._grants: Grants | None = None
-        self._monitor: _ConnectionMonitor | None = None
-        self._offer: Offer | None = None
-        self._peer: Offer | None = None
-        self._established = False
-        self._caller_affinity: Affinity | None = None
+        self._block = block
+        self._cq = cq
+        self._end: ConnectionEnd | None = None
+        self._requests: OneSidedRequests  # those of `_end`
 
     # ---- Opening and closing
 
@@ -285,162 +81,26 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         return owner if owner is not None and owner.bound else Affinity.of_running_loop()
 
     def _open(self) -> None:
-        """Create the queue pair, move it to INIT, post its receives and make the offer for the peer.
-
-        This uses the memory and the completion queue that `_prepare` obtained.
+        """Create the queue pair, move it to INIT and post its receives.
 
         :raises VerbsError: the device has no queue pair left, or another verb failed.
         :raises ValueError: the device has no such port or GID, or does not support the queue depths of the settings.
-        :raises HandshakeError: the port has no GID at the moment.
         :raises ClosedResourceError: the domain is not open.
         :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
         """
-        block, cq, settings, owner = self._block, self._cq, self._settings, self._lifecycle.owner
-        assert block is not None
-        assert cq is not None
+        settings, lifecycle, location = self._settings, self._lifecycle, queue_location_of(self._domain)
+        owner = lifecycle.owner
         assert owner is not None
-        monitor = _ConnectionMonitor(self._lifecycle, block, settings.keep_alive_s)
-        self._lifecycle.hold(monitor)
-        qp_owner = queue_location_of(self._domain).owner
-        self._caller_affinity = owner if qp_owner is None or not qp_owner.bound else None  # else the queue pair checks
         depths = QpCapabilities(max_send_wr=settings.send_depth, max_recv_wr=settings.receive_depth + 1)
-        qp = QueuePair(
-            self, queue_location_of(self._domain), cq, None, depths, port=settings.port, gid_index=settings.gid_index
-        )
+        qp = QueuePair(self, location, self._cq, None, depths, port=settings.port, gid_index=settings.gid_index)
         open_part_now(qp, keeps_parents=False)
-        channel = MessageChannel(
-            qp, owner, block, settings, lambda kind, number, data: grants.on_frame(kind, number, data)
-        )
-        grants = Grants(channel, self._domain.base.handle, settings.max_grants)
-        channel.on_end = monitor.on_channel_end
-        monitor.channel, monitor.grants = channel, grants
-        self._channel, self._grants, self._monitor = channel, grants, monitor
+        caller = owner if location.owner is None or not location.owner.bound else None  # else the queue pair checks
+        end = ConnectionEnd(lifecycle, qp, self._block, settings, self._domain.base.handle, owner, caller)
+        lifecycle.hold(end)
         qp.to_init(qp_access_flags=_ACCESS)
-        channel.post_receives()
-        self._lifecycle.stop = monitor.stop
-        self._lifecycle.drain, self._lifecycle.drain_now = monitor.drain, monitor.drain_now
-        self._offer = self._make_offer(qp)
-
-    async def _prepare(self) -> Offer:
-        """Create the queue pair and post its receives, unless an earlier call has done so.
-
-        :returns: the offer that describes this end to the peer; each call returns the same one.
-        :raises VerbsError: the device has no queue pair, completion queue or memory region left.
-        :raises OSError: the process cannot map the memory for the buffers, or has no file descriptor left.
-        :raises MemoryError: no memory is left for the buffers.
-        :raises ValueError: the device has no such port or GID, or does not support the queue depths of the settings; or
-            the domain cannot use ``spin_ns``.
-        :raises HandshakeError: the port has no GID at the moment.
-        :raises ClosedResourceError: the domain is not open.
-        :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
-        """
-        if self._offer is not None:
-            return self._offer
-        self._block = await lease_block(self._domain, self._settings)
-        try:
-            self._cq = await completion_queue_for(self._domain, self._settings)
-            self._open_now()
-        except BaseException:
-            self._block.release()
-            raise
-        return self._prepared_offer()
-
-    def _prepared_offer(self) -> Offer:
-        """Return the offer that `_open` made, which describes this end to the peer."""
-        assert self._offer is not None
-        return self._offer
-
-    def _make_offer(self, qp: QueuePair) -> Offer:
-        """Return a new offer that describes this end to the peer.
-
-        :raises HandshakeError: the port has no GID at the moment.
-        :raises VerbsError: the device or the port cannot be queried.
-        :raises ClosedResourceError: the queue pair is closed.
-        """
-        context, settings = qp.handle.context, self._settings
-        atomics = AtomicCap(context.attributes.atomic_cap)
-        capabilities = Capabilities(0)
-        if atomics is not AtomicCap.NONE:
-            capabilities |= Capabilities.ATOMICS
-        if has_windows(context):
-            capabilities |= Capabilities.WINDOWS
-        return Offer(
-            self._endpoint(qp),
-            settings.buffer_size,
-            settings.receive_depth,
-            settings.max_message,
-            capabilities,
-            atomics,
-            context.name,
-        )
-
-    def _endpoint(self, qp: QueuePair) -> Endpoint:
-        """Return the endpoint of the queue pair, to be sent to the peer.
-
-        :raises HandshakeError: the port has no GID at the moment; the reason is TEMPORARY.
-        :raises VerbsError: the device or the port cannot be queried.
-        :raises ClosedResourceError: the queue pair is closed.
-        """
-        try:
-            return qp.local_endpoint()
-        except ValueError as error:  # A port loses its GID with its address, and may get both back.
-            raise HandshakeError(Reason.TEMPORARY, str(error)) from error
-
-    async def _connect_queue_pair(self, peer: Offer, control: "ControlChannel", handshake_messages: int) -> None:
-        """Connect the queue pair to the peer's, unless rdma_cm has already done so. Messages may then arrive.
-
-        :param peer: the peer's offer.
-        :param control: the channel that carries the handshake.
-        :param handshake_messages: number of handshake messages that the peer has yet to send.
-        :raises HandshakeError: the queue pair cannot be connected. The reason is TEMPORARY if another attempt may
-            succeed, else DEVICE.
-        :raises ClosedResourceError: the queue pair was closed during the call.
-        :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
-        :raises VerbsError: connecting failed with a permanent error, and then the device could not be queried.
-        """
-        assert self._channel is not None
-        self._peer = peer
-        is_rdma_cm = isinstance(control, CmControlChannel)
-        self._channel.start(peer.depth, peer.buffer_size, peer.max_message, handshake_messages if is_rdma_cm else 0)
-        if is_rdma_cm:
-            return
-        qp = self._channel.qp
-        try:
-            here = self._endpoint(qp)
-            attributes = self._settings.repetitions(software=qp.handle.context.software)
-            attributes["av"] = here.path_to(peer.endpoint, port_num=self._settings.port, sgid_index=qp.gid_index)
-            await establish_cancellable(qp, peer.endpoint, attributes)
-        except (BrokenResourceError, TransitionError, ValueError, VerbsError) as error:
-            is_temporary = isinstance(error, BrokenResourceError) or (
-                isinstance(error, VerbsError) and error.errno not in _PERMANENT_ERRNOS
-            )
-            if not is_temporary:
-                self._endpoint(qp)  # if the GID is gone, the kernel reports EINVAL: then raise TEMPORARY
-            raise HandshakeError(Reason.TEMPORARY if is_temporary else Reason.DEVICE, str(error)) from error
-
-    def _watch_peer(self, control: ControlChannel) -> None:
-        """Start watching the control channel before the queue pair is connected.
-
-        So if the peer or the device is lost during the handshake, the task that performs the handshake gets an
-        exception.
-        """
-        assert self._monitor is not None
-        control.watch(self._monitor.on_lost)
-
-    @property
-    def _is_modify_pending(self) -> bool:
-        """Whether closing may take a long time because a thread is inside ibv_modify_qp for this queue pair."""
-        return self._channel is not None and is_modify_pending(self._channel.qp)
-
-    def _finish_handshake(self, control: ControlChannel) -> None:
-        """Mark the connection as open and start monitoring the peer. Call when the handshake is complete."""
-        assert self._channel is not None
-        assert self._monitor is not None
-        assert self._peer is not None
-        self._channel.peer = f"{format_address(control.address('peername'))} ({self._peer.device})"
-        self._lifecycle.label = f"with {self._channel.peer}"
-        self._monitor.start(control)
-        self._established = True
+        end.channel.post_receives()
+        lifecycle.stop, lifecycle.drain, lifecycle.drain_now = end.stop, end.drain, end.drain_now
+        self._end, self._requests = end, end.requests
 
     async def open(self) -> "Connection":
         """Return this connection itself, after checking that it is open. ``async with`` calls this.
@@ -449,7 +109,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
 
         :raises ClosedResourceError: the connection is closed, or its handshake was never completed.
         """
-        if not self._established:
+        if self._end is None or self._end.control is None:
             raise ClosedResourceError(f"{self!r} cannot be opened: its handshake was not completed; connect again")
         self._check_open()
         return self
@@ -473,17 +133,18 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         :raises VerbsError: a verb failed. If the connection is not `closed`, it no longer sends or receives, but can be
             closed again.
         """
-        channel, owner = self._channel, self._lifecycle.owner
+        end, owner = self._end, self._lifecycle.owner
         try:
             if (
-                channel is not None
+                end is not None
+                and end.control is not None
                 and owner is not None
                 and not owner.orphaned
-                and self._established
                 and self._lifecycle.state is OPEN
                 and not self.closed
             ):
                 owner.check(self._lifecycle, "aclose")
+                channel = end.channel
                 with (
                     contextlib.suppress(BrokenResourceError, ClosedResourceError),
                     anyio.move_on_after(self._settings.close_timeout_s),
@@ -502,34 +163,35 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         background task then closes the rest, and `aclose` waits for that. Aborting twice has no effect.
 
         On another thread or event loop than that of the connection, as in a finalizer, this only schedules the call on
-        the loop of the connection. If that loop is closed, the peer is notified, and closing the domain closes the
-        rest. In a forked child this method does nothing: the connection belongs to the parent.
+        the loop of the connection. If that loop is closed, the peer is notified (with rdma_cm, when the domain is
+        closed), and closing the domain closes the rest. In a forked child this method does nothing: the connection
+        belongs to the parent.
 
         :raises VerbsError: a verb failed. If the connection is not `closed`, it no longer sends or receives, but can be
             closed again.
         """
-        monitor, lifecycle = self._monitor, self._lifecycle
+        end, lifecycle = self._end, self._lifecycle
         owner = lifecycle.owner
-        if monitor is None or owner is None or lifecycle.inherited or self.closed:
+        if end is None or owner is None or lifecycle.inherited or self.closed:
             return
         lifecycle.suppress_warning = True
         if owner.owns():
-            _abort(lifecycle, monitor)
+            _abort(lifecycle, end)
             return
         try:
             assert owner.loop is not None
-            owner.loop.call_soon_threadsafe(_abort, lifecycle, monitor)
+            owner.loop.call_soon_threadsafe(_abort, lifecycle, end)
         except RuntimeError:  # the loop is closed
-            monitor.drain_now()
+            end.abandon()
 
-    def _open_channel(self) -> MessageChannel:
-        """Return the message channel, after checking that the connection is open.
+    def _open_end(self) -> ConnectionEnd:
+        """Return this end of the connection, after checking that the connection is open.
 
         :raises ClosedResourceError: the connection is closed.
         """
         self._check_open()
-        assert self._channel is not None
-        return self._channel
+        assert self._end is not None
+        return self._end
 
     # ---- Properties
 
@@ -539,7 +201,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
 
         A connection that the peer has closed counts as lost. This can be read at any time.
         """
-        return self._channel.broken if self._channel is not None else None
+        return self._end.channel.broken if self._end is not None else None
 
     async def wait_lost(self) -> BrokenResourceError:
         """Wait until the connection is lost: the peer closed it or is gone, or the device failed.
@@ -548,10 +210,9 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         :raises ClosedResourceError: this end closed the connection, before or during the call.
         :raises AffinityError: another event loop owns the connection; nothing was done.
         """
-        self._check_open()
-        assert self._channel is not None
-        self._channel.check_caller("wait_lost")
-        return await self._channel.wait_broken()
+        channel = self._open_end().channel
+        channel.check_caller("wait_lost")
+        return await channel.wait_broken()
 
     @property
     def qp(self) -> QueuePair:
@@ -559,7 +220,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
 
         :raises ClosedResourceError: the connection is closed.
         """
-        return self._open_channel().qp
+        return self._open_end().qp
 
     @property
     def peer(self) -> Offer:
@@ -567,9 +228,9 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
 
         :raises ClosedResourceError: the connection is closed.
         """
-        self._check_open()
-        assert self._peer is not None
-        return self._peer
+        peer = self._open_end().peer
+        assert peer is not None
+        return peer
 
     @property
     def settings(self) -> ConnectionSettings:
@@ -578,7 +239,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
 
     @property
     def local_address(self) -> Address | None:
-        """Host and port of this end of the control channel (TCP or rdma_cm); may be None after the channel has ended.
+        """Host and port of this end of the control channel (TCP or rdma_cm); with rdma_cm None after its end.
 
         :raises ClosedResourceError: the connection is closed.
         """
@@ -586,7 +247,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
 
     @property
     def remote_address(self) -> Address | None:
-        """Host and port of the peer's end of the control channel (TCP or rdma_cm); may be None after it has ended.
+        """Host and port of the peer's end of the control channel (TCP or rdma_cm); with rdma_cm None after its end.
 
         :raises ClosedResourceError: the connection is closed.
         """
@@ -599,9 +260,8 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         :returns: the address; None if there is no control channel, or if `ControlChannel.address` returns None.
         :raises ClosedResourceError: the connection is closed.
         """
-        self._check_open()
-        assert self._monitor is not None
-        return self._monitor.control.address(which) if self._monitor.control is not None else None
+        control = self._open_end().control
+        return control.address(which) if control is not None else None
 
     @property
     def extra_attributes(self) -> Mapping[Any, Callable[[], Any]]:
@@ -621,7 +281,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
 
         :raises ClosedResourceError: the connection is closed.
         """
-        return self._open_channel().statistics()
+        return self._open_end().channel.statistics()
 
     # ---- Messages
 
@@ -645,7 +305,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
             peer receives no part of the message.
         :raises VerbsError: when awaited: ``ibv_post_send`` failed; the peer receives no part of the message.
         """
-        return self._open_channel().send(item, immediate)
+        return self._open_end().channel.send(item, immediate)
 
     def receive(self) -> Coroutine[Any, Any, bytes]:
         """Wait for the next message. Its immediate data, if it has any, is dropped.
@@ -661,7 +321,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain; no message is
             lost.
         """
-        return self._open_channel().receive()
+        return self._open_end().channel.receive()
 
     async def receive_with_immediate(self) -> tuple[bytes, int | None]:
         """Wait for the next message, and return it with its immediate data. A cancelled call loses no message.
@@ -671,7 +331,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         :raises anyio.EndOfStream: the peer sends no more messages, and all that it sent were returned.
         :raises Exception: any other exception that `receive` raises.
         """
-        received: tuple[bytes, int | None] = await self._open_channel().receive(with_immediate=True)
+        received: tuple[bytes, int | None] = await self._open_end().channel.receive(with_immediate=True)
         return received
 
     async def send_eof(self) -> None:
@@ -687,13 +347,13 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
         :raises VerbsError: ``ibv_post_send`` failed.
         """
-        channel = self._open_channel()
+        channel = self._open_end().channel
         channel.check_caller("send_eof")
         await channel.send_frame(FrameKind.END)
 
     # ---- Memory of the peer
 
-    def write(self, local: Local, remote: "RemoteRegion | RemoteGrant", *, fence: bool = False) -> Operation[None]:
+    def write(self, local: Local, remote: Remote, *, fence: bool = False) -> Operation[None]:
         """Post an RDMA write to memory that the peer granted: `QueuePair.write`.
 
         :param local: registered memory that is the source: a region, a slice, or a list of slices.
@@ -715,12 +375,11 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         :raises VerbsError: ``ibv_post_send`` failed; also when awaited, if the request was posted after this call.
         :raises WorkCompletionError: when awaited: the peer's device refused the request. The connection is then broken.
         """
-        try:
-            return self._qp_for("write").write(local, self._region_of(remote), fence=fence)
-        except BrokenResourceError as error:
-            raise self._lost(error) from error.__cause__
+        if self._lifecycle.state is not OPEN:
+            self._check_open()
+        return self._requests.write(local, remote, fence)
 
-    def read(self, local: Local, remote: "RemoteRegion | RemoteGrant", *, fence: bool = False) -> Operation[None]:
+    def read(self, local: Local, remote: Remote, *, fence: bool = False) -> Operation[None]:
         """Post an RDMA read of memory that the peer granted: `QueuePair.read`.
 
         :param local: registered memory that receives the data: a region, a slice, or a list of slices.
@@ -743,14 +402,11 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         :raises VerbsError: ``ibv_post_send`` failed; also when awaited, if the request was posted after this call.
         :raises WorkCompletionError: when awaited: the peer's device refused the request. The connection is then broken.
         """
-        try:
-            return self._qp_for("read").read(local, self._region_of(remote), fence=fence)
-        except BrokenResourceError as error:
-            raise self._lost(error) from error.__cause__
+        if self._lifecycle.state is not OPEN:
+            self._check_open()
+        return self._requests.read(local, remote, fence)
 
-    def compare_and_swap(
-        self, remote: "RemoteRegion | RemoteGrant", compare: int, swap: int, *, fence: bool = False
-    ) -> Operation[int]:
+    def compare_and_swap(self, remote: Remote, compare: int, swap: int, *, fence: bool = False) -> Operation[int]:
         """Post an atomic compare-and-swap on 8 bytes that the peer granted: `QueuePair.compare_and_swap`.
 
         :param remote: 8 aligned bytes of the peer's grant.
@@ -774,14 +430,11 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         :raises VerbsError: ``ibv_post_send`` failed; also when awaited, if the request was posted after this call.
         :raises WorkCompletionError: when awaited: the peer's device refused the request. The connection is then broken.
         """
-        try:
-            return self._qp_for("compare_and_swap").compare_and_swap(
-                self._region_of(remote), compare, swap, fence=fence
-            )
-        except BrokenResourceError as error:
-            raise self._lost(error) from error.__cause__
+        if self._lifecycle.state is not OPEN:
+            self._check_open()
+        return self._requests.compare_and_swap(remote, compare, swap, fence)
 
-    def fetch_and_add(self, remote: "RemoteRegion | RemoteGrant", add: int, *, fence: bool = False) -> Operation[int]:
+    def fetch_and_add(self, remote: Remote, add: int, *, fence: bool = False) -> Operation[int]:
         """Post an atomic fetch-and-add on 8 bytes that the peer granted: `QueuePair.fetch_and_add`.
 
         :param remote: 8 aligned bytes of the peer's grant.
@@ -804,14 +457,11 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         :raises VerbsError: ``ibv_post_send`` failed; also when awaited, if the request was posted after this call.
         :raises WorkCompletionError: when awaited: the peer's device refused the request. The connection is then broken.
         """
-        try:
-            return self._qp_for("fetch_and_add").fetch_and_add(self._region_of(remote), add, fence=fence)
-        except BrokenResourceError as error:
-            raise self._lost(error) from error.__cause__
+        if self._lifecycle.state is not OPEN:
+            self._check_open()
+        return self._requests.fetch_and_add(remote, add, fence)
 
-    async def write_with_immediate(
-        self, local: Local, remote: "RemoteRegion | RemoteGrant", immediate: int, *, fence: bool = False
-    ) -> None:
+    async def write_with_immediate(self, local: Local, remote: Remote, immediate: int, *, fence: bool = False) -> None:
         """Write to memory that the peer granted, then send an empty message with immediate data.
 
         When the peer receives the message, the written bytes are in its memory. Like any other message, this one waits
@@ -832,55 +482,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         :raises VerbsError: ``ibv_post_send`` failed.
         :raises WorkCompletionError: the write failed. The connection is then broken.
         """
-        channel = self._open_channel()
-        channel.check_caller("write_with_immediate")  # all checks come before the write is posted
-        channel.check_sending()
-        check_immediate(immediate)
-        written = self.write(local, remote, fence=fence)
-        await channel.send(b"", immediate)
-        channel._keep_until_done(written)  # a cancellation must not withdraw the announced write
-        await written
-
-    def _region_of(self, remote: "RemoteRegion | RemoteGrant") -> RemoteRegion:
-        """Return the address, length and key of a grant, or of a slice of a grant, as a `RemoteRegion`.
-
-        :raises GrantRevokedError: the peer has revoked the grant.
-        """
-        region = remote.remote if isinstance(remote, RemoteGrant) else remote
-        assert self._grants is not None
-        if self._grants.revoked:
-            self._grants.check(region)
-        return region
-
-    def _qp_for(self, operation: str) -> QueuePair:
-        """Return the queue pair, after checking that the caller may use it for a one-sided request.
-
-        The queue pair itself refuses calls from a forked child, and from a loop that does not own its domain. If no
-        loop owns the domain, any loop may use the queue pair but only one may use the connection, which this method
-        checks.
-
-        :param operation: name of the caller's method, for the error message.
-        :raises ClosedResourceError: the connection is closed.
-        :raises AffinityError: another event loop owns the connection.
-        """
-        if self._lifecycle.state is not OPEN:
-            self._check_open()
-        if self._caller_affinity is not None:
-            self._caller_affinity.check(self, operation)
-        assert self._channel is not None
-        if self._channel.broken is not None:
-            raise self._channel.broken
-        return self._channel.qp
-
-    def _lost(self, error: BrokenResourceError) -> BrokenResourceError:
-        """Return the exception for a request that was refused because the connection or its queue pair is broken.
-
-        :param error: exception with which the request was refused.
-        :returns: the exception with the first cause, which all calls raise.
-        """
-        assert self._channel is not None
-        self._channel.fail_queue_pair(error)
-        return self._channel.broken or error
+        await self._open_end().requests.write_with_immediate(local, remote, immediate, fence)
 
     async def grant(self, local: RegionSlice | MemoryRegion, access: AccessFlags) -> Grant:
         """Let the peer access memory until the grant is revoked or the connection ends, and notify the peer.
@@ -906,9 +508,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         :raises AffinityError: another event loop owns the connection; nothing was done.
         :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
         """
-        self._check_open()
-        assert self._grants is not None
-        return await self._grants.grant(self, local[:] if isinstance(local, MemoryRegion) else local, access)
+        return await self._open_end().grants.grant(self, local[:] if isinstance(local, MemoryRegion) else local, access)
 
     async def receive_grant(self) -> RemoteGrant:
         """Wait for the next grant from the peer. Grants are returned in the order in which the peer made them.
@@ -925,9 +525,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         :raises ClosedResourceError: the connection is closed.
         :raises AffinityError: another event loop owns the connection; nothing was done.
         """
-        self._check_open()
-        assert self._grants is not None
-        return await self._grants.receive()
+        return await self._open_end().grants.receive()
 
     # ---- Byte stream
 
@@ -939,32 +537,37 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         :returns: the stream. Make only one for each connection: two would each receive some of its messages.
         :raises ClosedResourceError: the connection is closed.
         """
-        channel = self._open_channel()
+        channel = self._open_end().channel
         return MessageByteStream(self, channel.fragment_size, channel.check_caller)
 
 
-def _abort(lifecycle: Lifecycle, monitor: _ConnectionMonitor) -> None:
+def _abort(lifecycle: Lifecycle, end: ConnectionEnd) -> None:
     """Notify the peer of a connection, and close the connection without waiting. Call on the loop of the connection.
 
     If another thread is executing a verb on the same unlocked domain, close the connection in a later turn of the loop.
 
     :param lifecycle: node of the connection.
-    :param monitor: monitor of the connection.
+    :param end: this end of the connection.
     :raises VerbsError: a verb failed. The connection stays open, but no longer sends or receives.
     """
-    monitor.drain_now()
+    end.drain_now()
     try:
         lifecycle.abort()
     except ConcurrentAccessError:
-        running_loop().call_soon(_abort, lifecycle, monitor)
+        running_loop().call_soon(_abort, lifecycle, end)
+
+
+def end_of(connection: Connection) -> ConnectionEnd:
+    """Return this end of a connection that was opened. For use by other modules of the library."""
+    assert connection._end is not None
+    return connection._end
 
 
 def on_closed(connection: Connection, callback: Callable[[], object]) -> None:
     """Set the function that is called without arguments when the connection, which is open, is closed. This replaces
     the `callback` of an earlier call.
     """
-    assert connection._monitor is not None
-    connection._monitor.closed_callback = callback
+    end_of(connection).closed_callback = callback
 
 
 async def _retry_while_busy(call: Callable[[], Coroutine[Any, Any, None]]) -> None:

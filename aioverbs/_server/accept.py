@@ -9,7 +9,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from aioverbs._connection.connect import accept_connection, check_secret
-from aioverbs._connection.connection import Connection, ControlChannel
+from aioverbs._connection.connection import Connection
+from aioverbs._connection.control_channel import ControlChannel
 from aioverbs._connection.handshake import Reason
 from aioverbs._connection.settings import ConnectionSettings
 from aioverbs._verbs.base_domain import Domain

@@ -10,7 +10,8 @@ from typing import Any
 
 import anyio
 
-from aioverbs._connection.connection import Connection, ControlChannel, on_closed
+from aioverbs._connection.connection import Connection, on_closed
+from aioverbs._connection.control_channel import ControlChannel
 from aioverbs._connection.tcp_control import accept_tcp
 from aioverbs._lifecycle.affinity import wait_uncancelled
 from aioverbs._pool.pickled_errors import pickled_error, unpickled_error

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable
 
 from aioverbs._connection.cm_control import CmControlChannel
-from aioverbs._connection.connection import ControlChannel
+from aioverbs._connection.control_channel import ControlChannel
 from aioverbs._connection.tcp_control import TcpControlChannel, accept_tcp
 from aioverbs._lifecycle.affinity import running_loop
 from aioverbs._server.accept import AcceptSettings

@@ -24,6 +24,7 @@ from aioverbs import (
     listen,
     open_device,
 )
+from aioverbs._connection.connection import end_of
 from aioverbs._connection.tcp_control import TcpControlChannel
 from aioverbs.types import AccessFlags
 from tests.capabilities import Capability, needs
@@ -44,8 +45,7 @@ HOST = own_address()  # at which no other process takes a port that was given up
 
 def is_notified(connection: Connection) -> bool:
     """Return whether the peer of a connection has ended its TCP connection, as far as the kernel knows."""
-    assert connection._monitor is not None
-    control = connection._monitor.control
+    control = end_of(connection).control
     assert isinstance(control, TcpControlChannel)
     with socket.socket(fileno=os.dup(control.fileno())) as own:
         try:

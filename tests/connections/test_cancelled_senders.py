@@ -23,6 +23,7 @@ from aioverbs import (
     VerbsError,
     connect,
 )
+from aioverbs._connection.connection import end_of
 from aioverbs._core.data_path.data_path import Operation
 from tests.capabilities import Capability, needs
 from tests.connections.ends import HOST, SMALL, cancel_by_its_task, deeper, pair, use_up
@@ -126,7 +127,7 @@ async def test_waiters_learn_of_the_end_while_a_thread_is_in_a_verb(
         waits = ends.near.traffic().waits
         waiting = [asyncio.create_task(ends.near.send(b"")), asyncio.create_task(ends.near.receive())]
         await until(lambda: ends.near.traffic().waits > waits)
-        qp, traffic = ends.near.qp, ends.near._channel
+        qp, traffic = ends.near.qp, end_of(ends.near).channel
         assert traffic is not None
         to_error = InUse(qp.to_error, 3)
         monkeypatch.setattr(qp, "to_error", to_error)
@@ -182,7 +183,7 @@ async def test_a_grant_block_raises_the_exception_of_its_body(device: Device) ->
         async def fail() -> None:
             async with grant:
                 ends.far.abort()
-                await until(lambda: ends.near._channel is not None and ends.near._channel.broken is not None)
+                await until(lambda: ends.near.broken is not None)
                 raise ZeroDivisionError
 
         with pytest.raises(ZeroDivisionError) as caught:
@@ -240,7 +241,7 @@ class With:
 @pytest.mark.parametrize("error", [ConcurrentAccessError, lambda _: VerbsError("ibv_poll_cq", errno.EIO)])
 async def test_waiters_learn_of_a_lost_peer_even_if_polling_fails(device: Device, error: type[Exception]) -> None:
     async with pair(device) as ends:
-        traffic: Any = ends.near._channel
+        traffic: Any = end_of(ends.near).channel
         queue = traffic.receive_queue
         drain = InUse(queue.dispatcher.drain, 3, error)
         traffic.receive_queue = With(queue, dispatcher=With(queue.dispatcher, watched=True, drain=drain))

@@ -23,6 +23,7 @@ from aioverbs import (
     listen,
     open_device,
 )
+from aioverbs._connection.connection import end_of
 from tests.capabilities import Capability, needs
 from tests.connections.ends import HOST, SMALL, Cancel, deeper, every_way_to_cancel, pair, use_up
 from tests.manager.held_verbs import StayingAllocator, thread_inside
@@ -59,7 +60,7 @@ async def test_closing_delivers_everything_sent(device: Device) -> None:
         for _ in range(2):
             with pytest.raises(anyio.EndOfStream):
                 await ends.far.receive()
-        await until(lambda: ends.far._channel is not None and ends.far._channel.broken is not None)
+        await until(lambda: ends.far.broken is not None)
         with pytest.raises(BrokenResourceError, match="closed the connection"):
             await ends.far.send(b"too late")
         with pytest.raises(ClosedResourceError):
@@ -134,8 +135,7 @@ async def test_both_ends_close_at_once(device: Device) -> None:
 async def test_abort_breaks_the_peers_connection(device: Device) -> None:
     async with pair(device) as ends:
         await ends.near.send(b"this was delivered")
-        assert ends.near._channel is not None
-        await ends.near._channel.wait_delivered()
+        await end_of(ends.near).channel.wait_delivered()
         ends.near.abort()
         assert await ends.far.receive() == b"this was delivered"
         with pytest.raises(BrokenResourceError, match="gone"):
@@ -227,14 +227,12 @@ async def test_keepalive_detects_a_dead_queue_pair(device: Device) -> None:
     """The connection is idle, the peer's queue pair is destroyed, and the TCP connection does not report it."""
     settings = deeper(SMALL, keep_alive_s=0.4)
     async with pair(device, settings) as ends:
-        assert ends.far._monitor is not None
-        assert ends.far._monitor.control is not None
-        ends.far._monitor.control.abort = lambda: True  # type: ignore[method-assign]
+        end_of(ends.far).control.abort = lambda: True  # type: ignore[method-assign, union-attr]
         ends.far.qp.to_error()
         async with asyncio.timeout(patience(10)):  # instead of those that it may be silent for by default
             with pytest.raises(BrokenResourceError, match=r"RETRY_EXC_ERR|REM_"):
                 await ends.near.receive()
-        del ends.far._monitor.control.abort
+        del end_of(ends.far).control.abort  # type: ignore[union-attr]
 
 
 async def test_a_silent_peer_stays_connected(device: Device) -> None:

@@ -22,6 +22,7 @@ from aioverbs import (
     connect,
     listen,
 )
+from aioverbs._connection.connection import end_of
 from aioverbs._connection.wire import FrameKind
 from tests.capabilities import Capability, needs
 from tests.connections.ends import HOST, SMALL, Cancel, deeper, every_way_to_cancel, pair, use_up, works
@@ -209,8 +210,7 @@ async def test_an_unacknowledged_revocation_invalidates_the_key(
     ):
         grant = await ends.near.grant(memory, READ)
         granted = await ends.far.receive_grant()
-        assert ends.far._channel is not None
-        monkeypatch.setattr(ends.far._channel, "send_control", lambda *_, **__: None)
+        monkeypatch.setattr(end_of(ends.far).channel, "send_control", lambda *_, **__: None)
         await grant.revoke(timeout_s=0.1)
         assert grant.revoked
         with pytest.raises(WorkCompletionError) as caught:
@@ -226,22 +226,21 @@ async def test_a_cancelled_revoke_still_invalidates_the_key(
     """The number of the grant is free again when the peer has answered."""
     monkeypatch.setattr("aioverbs._connection.grants._NUMBER_COUNT", 4)
     async with pair(device) as ends, ends.domain.register(64, region) as memory:
-        assert ends.far._channel is not None
-        answer = ends.far._channel.send_control
+        answer = end_of(ends.far).channel.send_control
         for _ in range(5):
             grant = await ends.near.grant(memory, READ)
             granted = await ends.far.receive_grant()
             answers: list[tuple[Any, Any]] = []
             monkeypatch.setattr(
-                ends.far._channel, "send_control", lambda *args, to=answers, **kw: to.append((args, kw))
+                end_of(ends.far).channel, "send_control", lambda *args, to=answers, **kw: to.append((args, kw))
             )
             await cancel(grant.revoke(timeout_s=30), lambda granted=granted: granted.revoked)  # type: ignore[misc]
             assert grant.revoked
             await grant.revoke()
             ((args, kw),) = answers
-            monkeypatch.setattr(ends.far._channel, "send_control", answer)
+            monkeypatch.setattr(end_of(ends.far).channel, "send_control", answer)
             answer(*args, **kw)
-            await until(lambda: ends.near._grants is not None and not ends.near._grants._local_grants)
+            await until(lambda: not end_of(ends.near).grants._local_grants)
         await ends.near.send(b"it works")
         assert await ends.far.receive() == b"it works"
 
@@ -280,7 +279,7 @@ async def test_revoke_without_a_credit_is_sent_later(device: Device) -> None:
         for _ in range(count):
             await ends.far.receive()
         await until(lambda: granted.revoked)
-        await until(lambda: ends.near._grants is not None and not ends.near._grants._local_grants)
+        await until(lambda: not end_of(ends.near).grants._local_grants)
 
 
 async def test_concurrent_revokes_close_the_key_once(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,9 +287,8 @@ async def test_concurrent_revokes_close_the_key_once(device: Device, monkeypatch
     async with pair(device) as ends, ends.domain.register(64, LOCAL | READ | AccessFlags.MW_BIND) as memory:
         grant = await ends.near.grant(memory, READ)
         await ends.far.receive_grant()
-        assert ends.far._channel is not None
         with monkeypatch.context() as silent:
-            silent.setattr(ends.far._channel, "send_control", lambda *_, **__: None)
+            silent.setattr(end_of(ends.far).channel, "send_control", lambda *_, **__: None)
             await asyncio.gather(grant.revoke(timeout_s=0.02), grant.revoke(timeout_s=0.02), grant.revoke(timeout_s=0))
         assert grant.revoked
         await ends.near.send(b"it works")
@@ -337,8 +335,7 @@ async def test_revoke_while_the_peer_goes_away(device: Device) -> None:
     async with pair(device, QUICK) as ends, ends.domain.register(64, LOCAL) as memory:
         grant = await ends.near.grant(memory, READ)
         await ends.far.receive_grant()
-        assert ends.far._channel is not None
-        ends.far._channel.send_control = lambda *_, **__: None  # type: ignore[method-assign]
+        end_of(ends.far).channel.send_control = lambda *_, **__: None
         revoking = asyncio.create_task(grant.revoke(timeout_s=30))
         await asyncio.sleep(0.01)
         ends.far.abort()
@@ -424,8 +421,7 @@ async def test_invalid_grant_frames_break_the_connection(
     device: Device, kind: FrameKind, number: int, data: bytes
 ) -> None:
     async with pair(device) as ends:
-        assert ends.near._channel is not None
-        await ends.near._channel.send_frame(kind, number, data)
+        await end_of(ends.near).channel.send_frame(kind, number, data)
         with pytest.raises(BrokenResourceError, match="protocol violation"):
             await ends.far.receive()
-        await until(lambda: ends.near._channel is not None and ends.near._channel.broken is not None)
+        await until(lambda: ends.near.broken is not None)

@@ -19,6 +19,7 @@ from aioverbs import (
     WorkCompletionError,
     connect,
 )
+from aioverbs._connection.connection import end_of
 from aioverbs._connection.message_channel import MessageChannel
 from aioverbs._connection.wire import FIRST, TOTAL, WHOLE, FrameKind, GrantNotice, header
 from tests.connections.ends import HOST, SMALL, Pair, pair, use_up
@@ -33,8 +34,7 @@ Talk = Callable[[], Awaitable[None]]
 
 
 def traffic_of(connection: Connection) -> MessageChannel:
-    assert connection._channel is not None
-    return connection._channel
+    return end_of(connection).channel
 
 
 @contextlib.asynccontextmanager
@@ -81,9 +81,9 @@ def grants() -> Frames:
 async def send_until_broken(ends: Pair, frames: Frames, memory: RegionSlice, after: Talk) -> int:
     """Send without regard to credits until the connection breaks, and return the number of messages."""
     near, far = traffic_of(ends.near), traffic_of(ends.far)
-    near._add_credits = lambda count: None  # type: ignore[method-assign]
-    near._send_credit_update = lambda: None  # type: ignore[method-assign]
-    near._on_control = lambda *_: None
+    near._sender.add_credits = lambda count: None  # type: ignore[method-assign]
+    near._sender.return_credits = lambda: None  # type: ignore[method-assign]
+    near._receiver._on_control = lambda *_: None
     sent = 0
     with contextlib.suppress(WorkCompletionError, BrokenResourceError):
         for immediate, data in frames:
@@ -105,7 +105,9 @@ async def test_messages_without_credits_break_the_connection(device: Device, fra
         await until(lambda: far.broken is not None)
         assert "no credit" in str(far.broken), far.broken
         assert sent < 50
-        assert len(far.inbox) + far._deferred_credits + len(far._pending_controls) <= SMALL.receive_depth
+        assert (
+            len(far.inbox) + far._receiver._deferred_credits + len(far._sender._pending_controls) <= SMALL.receive_depth
+        )
         for _ in range(len(far.inbox)):  # what came before is the user's
             assert await ends.far.receive() == b"unread"
         with pytest.raises(BrokenResourceError, match="protocol violation"):
@@ -117,7 +119,7 @@ async def test_too_many_handshake_messages_break_the_connection(device: Device) 
     """When the handshake goes over the queue pair, no more is kept before the secret is proved."""
     async with pair(device) as ends, ends.domain.register(64, LOCAL) as memory:
         far = traffic_of(ends.far)
-        far._handshake_messages_left = 1 << 30  # as with rdma_cm, until the peer's offer is known
+        far._receiver._handshake_messages_left = 1 << 30  # as with rdma_cm, until the peer's offer is known
         with contextlib.suppress(WorkCompletionError, BrokenResourceError):
             for _ in range(20):
                 await ends.near.qp.send(memory[:8])
@@ -138,7 +140,7 @@ async def test_a_message_by_write_with_immediate_is_not_delivered(device: Device
         granted = await ends.near.receive_grant()
         far = traffic_of(ends.far)
         if early:
-            far._handshake_messages_left = 1 << 30
+            far._receiver._handshake_messages_left = 1 << 30
         with contextlib.suppress(WorkCompletionError, BrokenResourceError):
             await ends.near.qp.write_with_immediate(memory[32:51], granted.remote[:19], WHOLE)
         async with asyncio.timeout(patience(20)):
@@ -154,7 +156,7 @@ async def test_an_internal_error_breaks_only_its_connection(device: Device, capl
         def fail(*_: object) -> None:
             raise RuntimeError("a planted mistake")
 
-        far._on_control = fail
+        far._receiver._on_control = fail
         receiving = asyncio.create_task(ends.far.receive())
         await asyncio.sleep(0)
         await traffic_of(ends.near).send_frame(FrameKind.REVOKE, 1)
@@ -208,7 +210,7 @@ async def test_unread_revoked_grants_are_bounded(device: Device) -> None:
             async with await ends.near.grant(memory, READ) as grant:
                 grants.append(grant)
         grants.append(await ends.near.grant(memory[:32], READ))
-        news = ends.far._grants
+        news = end_of(ends.far).grants
         assert news is not None
         await until(lambda: news._remote_grants)
         received = [await ends.far.receive_grant() for _ in range(4)]
@@ -223,7 +225,7 @@ async def test_reusing_a_grant_number_too_early_breaks_the_connection(device: De
         await use_up(ends.far)
         grant = await ends.near.grant(memory, READ)
         await grant.revoke(timeout_s=0)
-        await until(lambda: traffic_of(ends.far)._pending_controls)
+        await until(lambda: traffic_of(ends.far)._sender._pending_controls)
         notice = GrantNotice(grant.remote.address, 64, grant.remote.rkey, READ)
         await traffic_of(ends.near).send_frame(FrameKind.GRANT, grant._number, notice.pack())
         with pytest.raises(BrokenResourceError, match="again"):

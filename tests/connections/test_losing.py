@@ -19,6 +19,7 @@ from aioverbs import (
     connect,
     listen,
 )
+from aioverbs._connection.connection import end_of
 from tests.capabilities import Capability, needs
 from tests.connections.ends import HOST, SMALL, deeper, pair
 from tests.holding import hold, unhold
@@ -106,9 +107,7 @@ async def test_one_sided_requests_find_the_peer_gone(device: Device) -> None:
     async with pair(device, deeper(SMALL, keep_alive_s=0.2)) as ends, ends.domain.register(64, ALL) as memory:
         await ends.far.grant(memory[32:], GRANTED)
         remote = await ends.near.receive_grant()
-        assert ends.far._monitor is not None
-        assert ends.far._monitor.control is not None
-        ends.far._monitor.control.abort = lambda: True  # type: ignore[method-assign]
+        end_of(ends.far).control.abort = lambda: True  # type: ignore[method-assign, union-attr]
         ends.far.qp.to_error()
         requests = [ends.near.read(memory[:8], remote[:8]) for _ in range(3)]
         errors = await asyncio.gather(*map(_outcome, requests))
@@ -117,7 +116,7 @@ async def test_one_sided_requests_find_the_peer_gone(device: Device) -> None:
         assert ends.near.broken is not None
         assert isinstance(ends.near.broken.__cause__, WorkCompletionError)
         assert ends.near.broken.__cause__.status is not WcStatus.WR_FLUSH_ERR, "this is the first cause"
-        del ends.far._monitor.control.abort
+        del end_of(ends.far).control.abort  # type: ignore[union-attr]
 
 
 async def _outcome(request: object) -> BaseException:

@@ -28,6 +28,7 @@ from aioverbs import (
     connect,
     listen,
 )
+from aioverbs._connection.connection import end_of
 from tests.capabilities import Capability, needs
 from tests.connections.ends import HOST, SMALL, Pair, deeper, pair, works
 from tests.holding import hold, unhold
@@ -212,7 +213,7 @@ async def test_storm_of_grants(
                 group.create_task(storm.work(task, granted, local, rounds))
         hearing.cancel()
         await asyncio.wait([hearing])
-        near, far = ends.near._grants, ends.far._grants
+        near, far = end_of(ends.near).grants, end_of(ends.far).grants
         assert near is not None
         assert far is not None
         await until(lambda: not near._local_grants and not far._remote_grants and not far._unread)

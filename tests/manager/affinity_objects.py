@@ -34,6 +34,7 @@ from aioverbs import (
     serve,
 )
 from aioverbs._connection.connect import Connecting
+from aioverbs._connection.connection import end_of
 from aioverbs._core.handles import handles
 from aioverbs._lifecycle.affinity import OwnedBlock, OwnedIterator
 from aioverbs._verbs.base_domain import Domain
@@ -162,18 +163,16 @@ def _state_of(subject: Any) -> Any:
     if hasattr(subject, "statistics") and not isinstance(subject, Connection):
         yield subject.statistics()
     if isinstance(subject, Connection):
-        channel, grants = subject._channel, subject._grants
-        assert channel is not None
-        assert grants is not None
+        channel, grants = end_of(subject).channel, end_of(subject).grants
         yield channel.statistics()
         yield (
             len(subject._lifecycle.children),
             channel.eof_sent,
             channel.closed,
             channel.broken,
-            channel._receive_pending,
+            channel._receiver._is_pending,
         )
-        yield channel._lock.locked(), len(channel.inbox), len(channel._pending_controls)
+        yield channel._sender._lock.locked(), len(channel.inbox), len(channel._sender._pending_controls)
         yield tuple(grants._local_grants), tuple(grants._remote_grants), len(grants._unread)
     for name in ("ended", "revoked", "addresses"):
         if hasattr(subject, name):

@@ -20,6 +20,7 @@ from aioverbs import (
     VerbsError,
     open_device,
 )
+from aioverbs._connection.connection import end_of
 from aioverbs._core.data_path.data_path import Message, Operation
 from tests.capabilities import Capability, needs
 from tests.connections.ends import pair
@@ -241,7 +242,7 @@ async def test_manual_transitions_after_a_cancelled_connect(device: Device, help
 
 async def test_a_connection_during_its_queue_pairs_connect(device: Device) -> None:
     async with pair(device) as ends:
-        far = ends.far._channel
+        far = end_of(ends.far).channel
         assert far is not None
         before = far.receive_queue.completed
         change = far.qp.handle.begin_modify()

@@ -22,6 +22,7 @@ from aioverbs import (
     serve,
 )
 from aioverbs._connection.cm_control import CmControlChannel
+from aioverbs._connection.connection import end_of
 from tests.rdma.cm import Side, free_port, nothing_left, sides
 
 pytestmark = pytest.mark.rdma
@@ -54,8 +55,7 @@ async def pair(transport: Any = "rdmacm", **options: Any) -> AsyncIterator[tuple
 @pytest.mark.parametrize("transport", ["rdmacm", "auto", "tcp"])
 async def test_messages_and_memory(transport: str) -> None:
     async with pair(transport) as (client, server_side):
-        assert client._monitor is not None
-        assert isinstance(client._monitor.control, CmControlChannel) == (transport != "tcp")
+        assert isinstance(end_of(client).control, CmControlChannel) == (transport != "tcp")
         for size in (0, 1, 4096, 4097, 300_000):
             data = random.Random(size).randbytes(size)
             sending = asyncio.create_task(client.send(data, immediate=size))

@@ -1,0 +1,194 @@
+"""State of a message channel, which its sender and its receiver share, and the end of both."""
+
+from collections.abc import Callable
+
+from aioverbs._lifecycle.affinity import Affinity, CrossLoopCondition, running_loop
+from aioverbs._verbs.queue_pair import QueuePair, qp_work_state_of
+from aioverbs.errors import (
+    AffinityError,
+    BrokenResourceError,
+    BusyResourceError,
+    ClosedResourceError,
+    ConcurrentAccessError,
+    DeviceRemovedError,
+    VerbsError,
+    WorkCompletionError,
+)
+from aioverbs.types import WcStatus
+
+__all__ = ["ChannelState"]
+
+# Statuses of requests that failed with the connection, and not by themselves.
+_ENDED_BY_CONNECTION = {WcStatus.WR_FLUSH_ERR, WcStatus.RETRY_EXC_ERR, WcStatus.RNR_RETRY_EXC_ERR}
+
+
+class ChannelState:
+    """Whether a message channel is open, broken or closed, and which end has said that it sends no more.
+
+    Callers of the channel have to be on the owner's event loop, because neither the credits nor asyncio's locks are
+    thread-safe.
+
+    :param qp: queue pair of type RC.
+    :param owner: owner of the connection, even if any loop may use the queue pair.
+    """
+
+    def __init__(self, qp: QueuePair, owner: Affinity) -> None:
+        self.qp = qp
+        self.owner = owner
+        self.peer = "its peer"
+        self.broken: BrokenResourceError | None = None
+        self.closed = False
+        self.eof_received = False  # the peer sends no more user messages
+        self.eof_sent = False
+        self.loop = running_loop()
+        work = qp_work_state_of(qp)
+        assert work is not None
+        assert work.receive_queue is not None
+        self.receive_queue = work.receive_queue
+        work.explain_failures(self._explain)
+        self._callbacks: list[Callable[[], object]] = []
+        self._ended = CrossLoopCondition()  # notified when the channel breaks or is closed
+
+    def __repr__(self) -> str:
+        return f"<Connection with {self.peer}>"
+
+    def check_caller(self, operation: str) -> None:
+        """Check that the owner's event loop is running.
+
+        :param operation: name of the caller's method, for the error message.
+        :raises AffinityError: another event loop or none is running in this thread.
+        :raises ForkedProcessError: the connection was made in the process that this one was forked from.
+        """
+        self.owner.check(self, operation)
+
+    def when_ended(self, callback: Callable[[], object]) -> None:
+        """Call a function when the channel breaks or is closed, after those that were passed to earlier calls.
+
+        A broken channel that is closed calls it twice.
+        """
+        self._callbacks.append(callback)
+
+    def _end(self) -> None:
+        """Call the functions passed to `when_ended`, and wake the callers of `wait_broken`."""
+        for callback in self._callbacks:
+            callback()
+        self._ended.notify()
+
+    def fail(self, reason: str, cause: BaseException | None = None) -> None:
+        """Mark the channel as broken, fail all waiting callers and move the queue pair to ERR.
+
+        Only the first call has an effect. Waiting and later callers of other methods get a `BrokenResourceError`, or a
+        `DeviceRemovedError` if `cause` is one.
+
+        :param reason: text for the message of that exception.
+        :param cause: exception that caused the failure; None if there is none.
+        """
+        if self.broken is not None:
+            return
+        kind = DeviceRemovedError if isinstance(cause, DeviceRemovedError) else BrokenResourceError
+        self.broken = kind(f"the connection with {self.peer} is broken: {reason}")
+        self.broken.__cause__ = cause
+        self._end()
+        self._end_queue_pair()
+
+    def fail_queue_pair(self, error: Exception | None) -> None:
+        """Fail the channel because its queue pair has failed, unless the channel is broken or closed.
+
+        :param error: exception with which a request ended; the cause, unless the queue pair has recorded an earlier
+            one. None if there is no such exception.
+        """
+        if self.broken is None and not self.closed:
+            work = qp_work_state_of(self.qp)
+            cause = (work.broken if work is not None else None) or error
+            self.fail(f"{cause or 'its queue pair is in the error state'}", cause)
+
+    def _explain(self, error: WorkCompletionError) -> Exception:
+        """Return the exception that a failed request of the connection raises. This is called in any thread.
+
+        A request that the peer's device refused keeps its own error. All others ended because the peer is gone, or
+        because the queue pair had failed before or was closed.
+
+        :param error: error of the request.
+        """
+        if error.status not in _ENDED_BY_CONNECTION:
+            return error
+        if self.owner.owns():
+            self.fail_queue_pair(error)
+        return self.closed_error()
+
+    def _end_queue_pair(self) -> None:
+        """Move the queue pair to ERR, unless it is broken or closed. If a thread is inside a verb, do so later.
+
+        This is called after all waiting callers were notified, so a delay does no harm. Errors are ignored.
+        """
+        try:
+            work = qp_work_state_of(self.qp)
+            if work is not None and work.broken is None:
+                self.qp.to_error()
+        except ConcurrentAccessError:  # a thread is inside a verb on the unlocked domain: retry soon
+            self.loop.call_soon(self._end_queue_pair)
+        except BusyResourceError:  # a modify is in flight in a thread: retry after it
+            self.receive_queue.when_resumed(self.loop, self._end_queue_pair)
+        except (ClosedResourceError, VerbsError, AffinityError):
+            return  # closed, or the device is gone, or another loop took over after this one was closed
+
+    def close(self) -> None:
+        """Close the channel from this end, and fail all waiting callers with `ClosedResourceError`.
+
+        The queue pair stays open: the connection's lifecycle closes it next.
+        """
+        self.closed = True
+        self._end()
+
+    async def wait_broken(self) -> BrokenResourceError:
+        """Wait until the channel breaks, and return the exception that `fail` set.
+
+        :raises ClosedResourceError: the channel is closed.
+        """
+        await self._ended.wait_while(lambda: self.broken is None and not self.closed)
+        if self.broken is None:
+            raise self.closed_error()
+        return self.broken
+
+    def closed_error(self) -> Exception:
+        """Return the exception for calls on a channel that is closed or broken.
+
+        :returns: the exception that `fail` set; a new `ClosedResourceError` if this end has closed the channel, or if
+            `fail` was never called.
+        """
+        return ClosedResourceError("the connection was closed") if self.closed or not self.broken else self.broken
+
+    def check_usable(self) -> None:
+        """Check that the channel is neither broken nor closed.
+
+        :raises BrokenResourceError: the channel is broken.
+        :raises ClosedResourceError: the channel is closed.
+        """
+        if self.broken is not None or self.closed:
+            raise self.closed_error()
+
+    def check_sending(self) -> None:
+        """Check that user messages and grants can still be sent.
+
+        :raises ClosedResourceError: END was sent, or the channel is closed.
+        :raises BrokenResourceError: the channel is broken.
+        """
+        if self.eof_sent:
+            raise ClosedResourceError("send_eof() was called: no more messages or grants can be sent")
+        self.check_usable()
+
+    def poll(self) -> bool:
+        """Process the completions that have arrived, so that received messages are handled.
+
+        :returns: False if nothing was processed because another thread is inside a verb on the unlocked domain: the
+            caller has to retry; else True, even if the completion queue has failed.
+        """
+        dispatcher = self.receive_queue.dispatcher
+        if dispatcher is not None and dispatcher.watched:
+            try:
+                dispatcher.drain()
+            except ConcurrentAccessError:
+                return False
+            except VerbsError:
+                return True  # no more completions come
+        return True

@@ -1,0 +1,127 @@
+"""One end of a connection: the objects that work over its queue pair, and their end."""
+
+from collections.abc import Callable
+
+from aioverbs._connection.control_channel import ControlChannel
+from aioverbs._connection.grants import Grants
+from aioverbs._connection.handshake import Offer
+from aioverbs._connection.liveness import Liveness
+from aioverbs._connection.message_channel import MessageChannel
+from aioverbs._connection.one_sided import OneSidedRequests
+from aioverbs._connection.settings import ConnectionSettings
+from aioverbs._connection.tcp_control import TcpControlChannel
+from aioverbs._core.handles import handles
+from aioverbs._lifecycle.affinity import Affinity
+from aioverbs._lifecycle.lifecycle import Lifecycle
+from aioverbs._memory.buffer_pool import LeasedBuffer
+from aioverbs._verbs.queue_pair import QueuePair
+from aioverbs.addresses import format_address
+
+__all__ = ["ConnectionEnd"]
+
+
+class ConnectionEnd:
+    """One end of a connection. The lifecycle refers to this object and not to the user's `Connection`, so that a
+    forgotten connection can be garbage-collected.
+
+        Connection    public methods; opening and closing as a resource
+        ConnectionEnd
+          channel     messages: sender and receiver over one state
+          grants      memory of this end, and of the peer
+          requests    one-sided requests to memory of the peer
+          liveness    keep-alive, loss of the peer
+          control     TCP or rdma_cm, which carried the handshake
+
+    :param lifecycle: node of the connection.
+    :param qp: queue pair, in RESET.
+    :param block: memory of the buffers, which `destroy` releases.
+    :param settings: sizes and times of this end.
+    :param pd: protection domain.
+    :param owner: owner of the connection.
+    :param caller: the same owner if the queue pair does not check its caller; else None.
+    """
+
+    def __init__(
+        self,
+        lifecycle: Lifecycle,
+        qp: QueuePair,
+        block: LeasedBuffer,
+        settings: ConnectionSettings,
+        pd: handles.ProtectionDomain,
+        owner: Affinity,
+        caller: Affinity | None,
+    ) -> None:
+        self.qp = qp
+        self.peer: Offer | None = None  # the peer's offer, once it has arrived
+        self.channel = MessageChannel(
+            qp, owner, block, settings, lambda kind, number, data: grants.on_frame(kind, number, data)
+        )
+        self.grants = grants = Grants(self.channel, pd, settings.max_grants)
+        self.requests = OneSidedRequests(self.channel, grants, caller)
+        self.liveness = Liveness(self.channel, settings.keep_alive_s)
+        self.control: ControlChannel | None = None  # None until the handshake is complete
+        self.closed_callback: Callable[[], object] = lambda: None
+        self._lifecycle = lifecycle
+        self._block = block
+        self.channel.when_ended(self._on_channel_end)
+
+    def start(self, control: ControlChannel) -> None:
+        """Take over the control channel and begin to watch the peer. Call when the handshake is complete."""
+        assert self.peer is not None
+        self.channel.peer = f"{format_address(control.address('peername'))} ({self.peer.device})"
+        self._lifecycle.label = f"with {self.channel.peer}"
+        self.control = control
+        self.liveness.watch(control)
+        self.liveness.start()
+
+    def _on_channel_end(self) -> None:
+        """Fail the tasks that wait for grants. If the message channel is broken, also abort the control channel, and
+        let the connection be dropped without a warning.
+
+        This is called when the message channel breaks or is closed.
+        """
+        self.grants.fail(self.channel.closed_error())
+        if self.channel.broken is not None:
+            self._lifecycle.ended_by_peer = True
+            if self.control is not None:
+                self.control.abort()  # tells the peer
+
+    # ---- Steps of closing, which the lifecycle calls
+
+    def stop(self) -> None:
+        """Stop watching the peer, and close the message channel. This is the first step of closing."""
+        self.liveness.stop()
+        self.channel.close()
+
+    async def drain(self) -> None:
+        """Close the control channel, and wait a limited time for the peer to close its end.
+
+        The lifecycle calls this after it has closed the queue pair.
+
+        :raises VerbsError: with rdma_cm: a verb failed.
+        """
+        if self.control is not None:
+            try:
+                await self.control.aclose()
+            finally:
+                self.control.abort()
+
+    def drain_now(self) -> bool:
+        """Do what `drain` does without waiting for the peer.
+
+        :returns: False if `drain` still has to be awaited.
+        """
+        return self.control is None or self.control.abort()
+
+    def abandon(self) -> None:
+        """Notify the peer after the loop of the connection was closed, in any thread.
+
+        With rdma_cm, do nothing: only the owner may call its verbs, which the loop that closes the domain then is.
+        """
+        if isinstance(self.control, TcpControlChannel):
+            self.control.abort()
+
+    def destroy(self) -> None:
+        """Return the buffers to the pool that connections share, and call the callback set with `on_closed`."""
+        self._block.release()
+        self.closed_callback()

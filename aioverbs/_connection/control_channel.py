@@ -1,0 +1,58 @@
+"""Interface of the channels beside a queue pair, which carry the handshake and report the loss of the peer."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from aioverbs.addresses import Address
+
+__all__ = ["ControlChannel"]
+
+
+class ControlChannel(Protocol):
+    """Channel that carries the handshake and reports the loss of the peer.
+
+    Implemented by `TcpControlChannel` and `CmControlChannel`.
+    """
+
+    async def send(self, data: bytes) -> None:
+        """Send one message of the handshake.
+
+        :param data: the message, header included.
+        :raises BrokenResourceError: with rdma_cm: the peer's device does not acknowledge the message. With TCP this
+            method raises nothing: `receive` reports that the peer is gone.
+        :raises Exception: with rdma_cm: any other exception that `CmControlChannel.send` raises.
+        """
+
+    async def receive(self) -> bytes:
+        """Wait for the peer's next message of the handshake.
+
+        :returns: the message, header included.
+        :raises HandshakeError: with TCP: the data is not a message of the handshake.
+        :raises BrokenResourceError: the peer is gone.
+        :raises Exception: with rdma_cm: any other exception that `CmControlChannel.receive` raises.
+        """
+
+    def watch(self, on_lost: Callable[[Exception], object]) -> None:
+        """Call `on_lost` with the cause, an exception, once the peer is gone; within this call if it already is."""
+
+    def unwatch(self) -> None:
+        """Stop watching: the callback passed to `watch` is no longer called."""
+
+    def address(self, which: str) -> Address | None:
+        """Return the local address if `which` is ``"sockname"``, or the peer's if it is ``"peername"``.
+
+        :returns: the address; None if the channel is not connected yet. After the channel is closed: None with rdma_cm,
+            the last address with TCP.
+        """
+
+    def abort(self) -> bool:
+        """End the connection to the peer at once, without waiting for the peer.
+
+        :returns: True if nothing is left to do; False if `aclose` still has to be awaited.
+        """
+
+    async def aclose(self) -> None:
+        """Close the channel, and wait a limited time for the peer to close its end.
+
+        :raises VerbsError: with rdma_cm: a verb failed.
+        """

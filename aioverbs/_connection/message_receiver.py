@@ -1,0 +1,288 @@
+"""Receiving of messages: posted receives, frames, reassembly, and the return of credits."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+import anyio
+
+from aioverbs._connection.channel_state import ChannelState
+from aioverbs._connection.credits import Credits
+from aioverbs._connection.message_sender import MessageSender
+from aioverbs._connection.reassembly import Assembly
+from aioverbs._connection.wire import CREDITS_AT, WHOLE, FrameKind, parse_header
+from aioverbs._core.data_path.data_path import Inbox, Received, RegionSlice, close_inbox, receive_into
+from aioverbs.errors import (
+    AffinityError,
+    BrokenResourceError,
+    BusyResourceError,
+    ClosedResourceError,
+    ConcurrentAccessError,
+    QueuePairStateError,
+    VerbsError,
+    WorkCompletionError,
+)
+
+__all__ = ["MessageReceiver", "ReceiveBuffer"]
+
+_CREDITS_MASK = 0x3FF << CREDITS_AT
+_DEFERRED = object()
+_UNLIMITED = 1 << 30
+_HANDSHAKE_MESSAGES = 4  # limit for each end
+
+
+class ReceiveBuffer(RegionSlice):
+    """Registered memory of a receive; `view` is the same memory as a memoryview."""
+
+    __slots__ = ("view",)
+    view: memoryview
+
+
+class MessageReceiver:
+    """Receiver of a message channel.
+
+    A receive is posted again as soon as its bytes are copied, but its credit is returned only when the user receives
+    the message. So the unread data here is never more than the receives can hold, plus one incomplete message.
+
+    :param state: state of the channel.
+    :param sender: sender of the same end, which returns credits and gets those that the peer returns.
+    :param buffers: memory of the receives, one more than the peer gets credits.
+    :param max_message: size of the longest message accepted from the peer, in bytes.
+    :param on_control: called with the kind, number and bytes of each control message, except for CREDITS; raises
+        ValueError if the message violates the protocol.
+    """
+
+    def __init__(
+        self,
+        state: ChannelState,
+        sender: MessageSender,
+        buffers: list[ReceiveBuffer],
+        max_message: int,
+        on_control: Callable[[FrameKind, int, bytes], None],
+    ) -> None:
+        self.messages = 0
+        self._state = state
+        self._sender = sender
+        self._buffers = buffers
+        self._on_control = on_control
+        self._credits: Credits | None = None
+        self._assembly = Assembly(max_message)
+        self._deferred_credits = 0  # credits of fragments that arrived while messages were unread
+        self._is_pending = False  # a task waits for a message
+        self._handshake_messages_left = _UNLIMITED
+        self.inbox = Inbox(state.receive_queue, self._on_received, self._on_flushed)
+        state.when_ended(self._end)
+
+    def post_receives(self) -> None:
+        """Post all receives to the queue pair, which the caller has moved to INIT.
+
+        :raises VerbsError: a receive cannot be posted.
+        :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
+        """
+        for receive in self._buffers:
+            _ = receive_into(self._state.qp, self.inbox, receive)  # the inbox gets the result
+
+    def start(self, credit: Credits, handshake_messages: int) -> None:
+        """Expect framed messages from now on, after the remaining messages of the handshake.
+
+        :param credit: credits of this end.
+        :param handshake_messages: number of handshake messages that have yet to arrive on the queue pair.
+        """
+        self._credits = credit
+        self._handshake_messages_left = handshake_messages
+
+    # ---- Calls of the user
+
+    async def receive(self, with_immediate: bool = False) -> Any:
+        """Wait for the next user message. A cancelled call loses no message.
+
+        :param with_immediate: True to return the immediate data as well.
+        :returns: the message as bytes; if `with_immediate`, a tuple of the message and its immediate data, which is
+            None if the message has none.
+        :raises anyio.EndOfStream: the peer sends no more messages, and all that it sent were returned.
+        :raises BusyResourceError: another task is already waiting for a message.
+        :raises BrokenResourceError: the channel is broken.
+        :raises ClosedResourceError: the channel is closed.
+        :raises AffinityError: another event loop owns the connection.
+        :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
+        """
+        self._state.owner.check(self._state, "receive")
+        if self._is_pending:
+            raise BusyResourceError("another task is already waiting for a message on this connection")
+        self._is_pending = True
+        try:
+            item = await self.inbox.__anext__()
+        except StopAsyncIteration:
+            if self._state.eof_received:
+                raise anyio.EndOfStream from None
+            raise self._state.closed_error() from None
+        except BrokenResourceError as error:
+            raise self._state.broken or error from error.__cause__
+        except WorkCompletionError as error:
+            raise self._state.closed_error() from error
+        finally:
+            self._is_pending = False
+        self.messages += 1
+        credit = self._credits
+        assert credit is not None
+        due = credit.on_consumed()
+        if self._deferred_credits and not len(self.inbox):
+            while self._deferred_credits:
+                self._deferred_credits -= 1
+                due = credit.on_consumed()
+        if due:
+            self._sender.return_credits()
+        if type(item) is bytes:
+            return (item, None) if with_immediate else item
+        return (item.data, item.immediate) if with_immediate else item.data
+
+    async def receive_handshake(self) -> bytes:
+        """Wait for the peer's next message of the handshake.
+
+        :returns: the message, header included.
+        :raises BrokenResourceError: the peer is gone, or the channel broke for another reason.
+        :raises ClosedResourceError: this end closed the channel.
+        :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
+        """
+        try:
+            return cast(bytes, await self.inbox.__anext__())
+        except (StopAsyncIteration, WorkCompletionError) as error:
+            raise self._state.broken or BrokenResourceError("the peer went away during the handshake") from error
+
+    # ---- Completions
+
+    def _on_received(self, received: Received) -> object:
+        """Handle the completion of a receive, and post the receive again. Fail the channel if the protocol is violated.
+
+        :param received: the completed receive.
+        :returns: a complete message for the caller of `receive`, as bytes or a `MessageWithImmediate`, or a message of
+            the handshake for the caller of `receive_handshake`, as bytes; None if there is none.
+        """
+        receive = cast(ReceiveBuffer, received.local)
+        immediate = received.immediate
+        credit = self._credits
+        if received.written:  # the receive's memory holds data of an earlier message, maybe of another peer
+            self._state.fail("protocol violation: the peer sent a message as a write with immediate data")
+            return None
+        if credit is None or self._handshake_messages_left:
+            return self._on_handshake_message(receive, received.byte_len)
+        try:
+            credit.on_message()
+            if immediate is not None and not (immediate ^ WHOLE) & ~_CREDITS_MASK and not self._state.eof_received:
+                item: object = bytes(receive.view[: received.byte_len])
+                self._assembly.drop()
+                self._post(receive)
+                if immediate & _CREDITS_MASK:
+                    self._sender.add_credits(immediate >> CREDITS_AT & 0x3FF)
+                return item
+            item = self._handle_frame(receive.view[: received.byte_len], immediate)
+            self._post(receive)
+            if immediate is not None:
+                self._sender.add_credits(immediate >> CREDITS_AT & 0x3FF)
+        except ValueError as error:
+            self._state.fail(f"protocol violation: {error}")
+            return None
+        if item is None and credit.on_consumed():
+            self._sender.return_credits()
+        return None if item is _DEFERRED else item
+
+    def _on_handshake_message(self, receive: ReceiveBuffer, length: int) -> bytes | None:
+        """Copy an unframed message of the handshake, and post its receive again.
+
+        If 4 messages are already waiting for `receive_handshake`, fail the channel instead.
+
+        :param receive: memory of the receive.
+        :param length: length of the message in bytes.
+        :returns: the copy; None if the channel was failed.
+        """
+        if len(self.inbox) >= _HANDSHAKE_MESSAGES:
+            self._state.fail(
+                f"protocol violation: the peer sent more than the {_HANDSHAKE_MESSAGES} messages of a handshake"
+            )
+            return None
+        self._handshake_messages_left -= 1
+        data = bytes(receive.view[:length])
+        self._post(receive)
+        return data
+
+    def _post(self, receive: ReceiveBuffer) -> None:
+        """Post a receive again; later if a thread is inside a verb, and never if the queue pair is closed or broken.
+
+        If the verb fails, fail the channel soon: the peer has more credits than there are receives left.
+        """
+        try:
+            _ = receive_into(self._state.qp, self.inbox, receive)  # the inbox gets the result
+        except ConcurrentAccessError:  # another thread is inside a verb: retry soon
+            self._state.loop.call_soon(self._post, receive)
+        except BusyResourceError:  # a modify is in flight in a thread: retry after it
+            self._state.receive_queue.when_resumed(self._state.loop, functools.partial(self._post, receive))
+        except (ClosedResourceError, BrokenResourceError, QueuePairStateError, AffinityError):
+            return  # the end is reported elsewhere
+        except VerbsError as error:  # after the caller has delivered the message that arrived in this receive
+            self._state.loop.call_soon(self._state.fail, f"a receive cannot be posted again: {error}", error)
+
+    def _on_flushed(self, receive: RegionSlice) -> None:
+        """Fail the channel because the device flushed a receive: the queue pair is in ERR or destroyed.
+
+        This has no effect if the channel is broken or closed.
+
+        :param receive: memory of the flushed receive.
+        """
+        self._state.fail_queue_pair(None)
+
+    # ---- Frames
+
+    def _handle_frame(self, view: memoryview, immediate: int | None) -> object:
+        """Handle a frame: a fragment of a user message, or a control message.
+
+        :param view: bytes of the frame.
+        :param immediate: its immediate data, which contains the header; None if it has none.
+        :returns: the user message that the frame completes; None if it completes none; ``_DEFERRED`` if it completes
+            none and its credit must be returned later.
+        :raises ValueError: the frame violates the protocol.
+        """
+        if immediate is None:
+            raise ValueError("the peer sent a message without immediate data")
+        kind, flags, _, number = parse_header(immediate)
+        if kind == FrameKind.DATA:
+            return self._add_fragment(view, flags, number)
+        if flags:
+            raise ValueError(f"the peer sent a message of kind {kind} with flags {flags:#x}, expected none")
+        if kind == FrameKind.END:
+            self._state.eof_received = True
+            self._assembly.drop()
+            close_inbox(self.inbox)
+            self._on_control(FrameKind.END, number, b"")
+        elif kind != FrameKind.CREDITS:
+            try:
+                known = FrameKind(kind)
+            except ValueError:
+                raise ValueError(f"the peer sent a message of unknown kind {kind}") from None
+            self._on_control(known, number, bytes(view))
+        return None
+
+    def _add_fragment(self, view: memoryview, flags: int, number: int) -> object:
+        """Add a fragment to a user message.
+
+        :param view: bytes of the fragment.
+        :param flags: flags of its header.
+        :param number: number in its header, which must be 0.
+        :returns: the same as `_handle_frame`.
+        :raises ValueError: the fragment violates the protocol.
+        """
+        if self._state.eof_received:
+            raise ValueError("the peer sent a message after END")
+        if number:
+            raise ValueError(f"the peer sent a user message with number {number}, expected 0")
+        whole = self._assembly.add(view, flags)
+        if whole is not None:
+            return whole
+        if len(self.inbox):  # limit the fragments of unread messages: return their credits later
+            self._deferred_credits += 1
+            return _DEFERRED
+        return None
+
+    def _end(self) -> None:
+        """End the inbox with the exception for later calls, and drop the incomplete message."""
+        close_inbox(self.inbox, self._state.closed_error())
+        self._assembly.drop()

@@ -1,0 +1,411 @@
+"""Sending of messages: fragments, credits, registered buffers, and control messages."""
+
+import asyncio
+import operator
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from aioverbs._connection.channel_state import ChannelState
+from aioverbs._connection.credits import RESERVED_CREDITS, Credits
+from aioverbs._connection.send_buffers import SendBuffer, SendBuffers
+from aioverbs._connection.wire import (
+    CREDITS_AT,
+    FIRST,
+    HAS_IMMEDIATE,
+    IMMEDIATE,
+    LAST,
+    TOTAL,
+    WHOLE,
+    FrameKind,
+    header,
+)
+from aioverbs._core.data_path.data_path import Operation, RegionSlice, RemoteRegion
+from aioverbs._lifecycle.affinity import wake
+from aioverbs.errors import (
+    AffinityError,
+    BrokenResourceError,
+    BusyResourceError,
+    ClosedResourceError,
+    ConcurrentAccessError,
+    QueuePairStateError,
+    VerbsError,
+    WorkCompletionError,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["MessageSender", "check_immediate"]
+
+_NULL_REMOTE = RemoteRegion(0, 0, 0)
+
+
+class MessageSender:
+    """Sender of a message channel.
+
+    Each message uses a credit and, if it has a payload, a send buffer, and waits until there are both. Control messages
+    without a payload do not make their caller wait: they are pending until there is a credit.
+
+    :param state: state of the channel.
+    :param buffers: the send buffers.
+    :param empty: registered memory of 0 bytes.
+    """
+
+    def __init__(self, state: ChannelState, buffers: list[SendBuffer], empty: RegionSlice) -> None:
+        self.messages = self.waits = self.updates = 0
+        self.fragment_size = 0  # bytes of a message that fit the buffers of both ends
+        self._state = state
+        self._qp = state.qp
+        self._buffers = SendBuffers(buffers)
+        self._empty = empty
+        self._max_message = 0
+        self._credits: Credits | None = None
+        self._lock = asyncio.Lock()  # held while a message is sent in more than one step
+        self._waiter: asyncio.Future[None] | None = None  # the sender that waits for a credit
+        self._pending_controls: dict[int, bool] = {}  # header: fenced; not sent yet for lack of a credit
+        # requests that no user awaits; dropping one would withdraw it
+        self._own_requests: deque[Operation[None]] = deque()
+        state.when_ended(self._wake)
+
+    def start(self, credit: Credits, fragment_size: int, max_message: int) -> None:
+        """Begin to send framed messages, after the handshake.
+
+        :param credit: credits of this end.
+        :param fragment_size: bytes of a message that fit the buffers of both ends.
+        :param max_message: size of the longest message that the peer accepts, in bytes.
+        """
+        self._credits = credit
+        self.fragment_size = fragment_size
+        self._max_message = max_message
+
+    # ---- User messages
+
+    async def send(self, data: "Buffer", immediate: int | None = None) -> None:
+        """Send a user message. When this method returns, the message is in flight and `data` may be changed.
+
+        This waits until a credit and a send buffer are available for each fragment. If the call is cancelled or raises,
+        the peer receives no part of the message.
+
+        :param data: the message, a contiguous buffer.
+        :param immediate: the user's immediate data, 0..2**32-1; None for no immediate data.
+        :raises ValueError: the message is longer than the peer accepts, or `immediate` does not fit in 32 bits.
+        :raises BrokenResourceError: the channel is broken.
+        :raises ClosedResourceError: the channel is closed, or END was sent.
+        :raises AffinityError: another event loop owns the connection.
+        :raises TypeError: `data` is not a contiguous buffer, or `immediate` is not an integer.
+        :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
+        :raises VerbsError: ``ibv_post_send`` failed.
+        """
+        state, credit = self._state, self._credits
+        state.owner.check(state, "send")
+        if type(data) is not bytes:
+            data = memoryview(data).cast("B")
+        length = len(data)
+        assert credit is not None
+        if (
+            length <= self.fragment_size
+            and immediate is None
+            and state.broken is None
+            and not state.closed
+            and credit.available > 1
+            and not self._lock.locked()
+            and not state.eof_sent
+        ):
+            buffer = self._buffers.take()
+            if buffer is not None:
+                buffer.view[:length] = data
+                self._post_buffer(buffer, length, WHOLE)
+                self.messages += 1
+                return
+        await self._send_slowly(memoryview(data), immediate)
+
+    async def _send_slowly(self, data: memoryview, immediate: int | None) -> None:
+        """Send a user message that has several fragments or immediate data, or that has to wait.
+
+        :param data: the message.
+        :param immediate: the user's immediate data, 0..2**32-1; None for no immediate data.
+        :raises Exception: whatever `send` raises.
+        """
+        if immediate is not None:
+            check_immediate(immediate)
+        if len(data) > self._max_message:
+            raise ValueError(f"the peer accepts messages of at most {self._max_message:,} bytes, got {len(data):,}")
+        async with self._lock:
+            self._state.check_sending()
+            flags, prefix = FIRST, b""
+            if immediate is not None:
+                flags |= HAS_IMMEDIATE
+                prefix = IMMEDIATE.pack(immediate)
+            if len(prefix) + len(data) > self.fragment_size:
+                prefix = TOTAL.pack(len(data)) + prefix
+            offset = 0
+            while True:
+                step = min(len(data) - offset, self.fragment_size - len(prefix))
+                last = offset + step == len(data)
+                await self._send_frame(
+                    header(FrameKind.DATA, flags | (LAST if last else 0)), prefix, data[offset : offset + step]
+                )
+                offset += step
+                if last:
+                    break
+                flags, prefix = 0, b""
+            self.messages += 1
+
+    # ---- Frames
+
+    async def send_frame(self, kind: FrameKind, number: int = 0, data: bytes = b"", *, last: bool = False) -> None:
+        """Send a control message after all user messages sent before it.
+
+        This waits until a credit and a send buffer are available. If the call is cancelled or raises, nothing is sent.
+        END is sent only once; further calls with END do nothing.
+
+        :param kind: kind of the message.
+        :param number: number of the grant, 0..65535; 0 for kinds that concern no grant.
+        :param data: payload of the message, at most `fragment_size` bytes, which is not checked.
+        :param last: True if this end has no more credits to return, so that even the reserved credit may be used.
+        :raises BrokenResourceError: the channel is broken.
+        :raises ClosedResourceError: the channel is closed, or END was sent and `kind` is another kind.
+        :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
+        :raises Exception: any other exception that `QueuePair.send` raises, such as `VerbsError`.
+        """
+        async with self._lock:
+            if kind is FrameKind.END and self._state.eof_sent:
+                return
+            self._state.check_sending()
+            await self._send_frame(header(kind, 0, 0, number), b"", memoryview(data), 0 if last else RESERVED_CREDITS)
+            if kind is FrameKind.END:
+                # only now, as a cancelled call has sent nothing; the lock excludes other senders until here
+                self._state.eof_sent = True
+
+    async def _send_frame(
+        self, immediate: int, prefix: bytes, data: memoryview, reserved: int = RESERVED_CREDITS
+    ) -> None:
+        """Wait for a credit and a buffer, then post a fragment or control message. The caller holds the channel's lock.
+
+        :param immediate: header of the message, without the number of credits.
+        :param prefix: bytes to send before `data`.
+        :param data: bytes of the fragment or control message.
+        :param reserved: number of credits to leave for other messages.
+        :raises BrokenResourceError: the channel is broken.
+        :raises ClosedResourceError: the channel is closed.
+        :raises Exception: any other exception that `QueuePair.send` raises; nothing was posted.
+        """
+        await self._wait_for_credit(reserved)
+        buffer = self._buffers.take()
+        if buffer is None:
+            self.waits += 1
+            try:
+                await self._buffers.wait(self.probe)
+            except WorkCompletionError as error:
+                raise self._fail_send(error) from error
+            await self._wait_for_credit(reserved)
+            buffer = self._buffers.take()
+            assert buffer is not None
+        end = len(prefix) + len(data)
+        buffer.view[: len(prefix)] = prefix
+        buffer.view[len(prefix) : end] = data
+        self._post_buffer(buffer, end, immediate)
+
+    def _post_buffer(self, buffer: SendBuffer, length: int, immediate: int) -> None:
+        """Use a credit and post a send of a filled buffer. If posting fails, the credit and the buffer are free again.
+
+        :param buffer: the buffer, which the caller took from the free ones.
+        :param length: number of bytes to send.
+        :param immediate: header of the message, without the number of credits.
+        :raises Exception: whatever `QueuePair.send` raises.
+        """
+        credit = self._credits
+        assert credit is not None
+        returned = credit.take()
+        try:
+            sent = self._qp.send(buffer.memory[:length], immediate=immediate | returned << CREDITS_AT)
+        except BaseException:  # such as AffinityError: nothing was posted
+            credit.undo_take(returned)
+            self._buffers.release(buffer)
+            raise
+        self._buffers.add_in_flight(buffer, sent)
+
+    async def _wait_for_credit(self, reserved: int) -> None:
+        """Wait until more than `reserved` credits are available. No credit is used.
+
+        The caller holds the channel's lock.
+
+        :raises BrokenResourceError: the channel is broken.
+        :raises ClosedResourceError: the channel is closed.
+        """
+        assert self._credits is not None
+        self._state.check_usable()
+        while self._credits.available <= reserved:
+            self.waits += 1
+            self._waiter = self._state.loop.create_future()
+            await self._waiter
+            self._state.check_usable()
+
+    # ---- Control messages without a payload, and credits
+
+    def send_control(self, kind: FrameKind, number: int = 0, *, fence: bool = False) -> None:
+        """Send a control message that has no payload, now or as soon as a credit is available.
+
+        This does not wait until the message is sent, and reports no errors.
+
+        :param kind: kind of the message.
+        :param number: number of the grant, 0..65535.
+        :param fence: True to send it only when all earlier reads and atomics are done (IBV_SEND_FENCE).
+        """
+        self._pending_controls[header(kind, 0, 0, number)] = fence
+        self._send_controls()
+
+    def is_control_pending(self, kind: FrameKind, number: int) -> bool:
+        """Return whether a control message of this kind and grant number is still waiting for a credit."""
+        return header(kind, 0, 0, number) in self._pending_controls
+
+    def add_credits(self, count: int) -> None:
+        """Add credits that the peer returned, and send messages that are waiting for credits.
+
+        :param count: number of credits returned.
+        :raises ValueError: the peer returns more credits than this end has used.
+        """
+        assert self._credits is not None
+        self._credits.add(count)
+        self._send_controls()
+        if self._credits.available:
+            self._wake()
+
+    def _send_controls(self) -> None:
+        """Send the pending control messages, as many as there are credits for. The others stay pending."""
+        assert self._credits is not None
+        while self._pending_controls and self._credits.sendable:
+            immediate, fence = next(iter(self._pending_controls.items()))
+            if not self._send_control(immediate, fence, self._send_controls):
+                return
+            del self._pending_controls[immediate]
+
+    def return_credits(self) -> None:
+        """Send a message of kind CREDITS if `Credits.update_due` is True; otherwise do nothing.
+
+        If another thread is inside a verb, try again later.
+        """
+        assert self._credits is not None
+        if self._credits.update_due and self._send_control(header(FrameKind.CREDITS), False, self.return_credits):
+            self.updates += 1
+
+    def _send_control(self, immediate: int, fence: bool, retry: Callable[[], None]) -> bool:
+        """Send a control message that has no payload. The caller has checked that a credit is available.
+
+        :param immediate: header of the message, without the number of credits.
+        :param fence: True to send it only when all earlier reads and atomics are done (IBV_SEND_FENCE).
+        :param retry: called later if a thread that is inside a verb prevents sending now.
+        :returns: True if the message was sent, or can never be sent because the queue pair is closed or broken; False
+            if `retry` will be called.
+        """
+        assert self._credits is not None
+        returned = self._credits.take()
+        try:
+            sent = self._qp.send(None, immediate=immediate | returned << CREDITS_AT, fence=fence)
+        except BaseException as error:
+            self._credits.undo_take(returned)
+            if isinstance(error, ConcurrentAccessError):  # another thread is inside a verb: retry soon
+                self._state.loop.call_soon(retry)
+                return False
+            if isinstance(error, BusyResourceError):
+                self._state.receive_queue.when_resumed(self._state.loop, retry)
+                return False
+            if isinstance(error, VerbsError):  # the peer would wait for the message, or for its credits
+                self._state.loop.call_soon(self._state.fail, f"a control message cannot be sent: {error}", error)
+                return True
+            if isinstance(error, ClosedResourceError | BrokenResourceError | QueuePairStateError | AffinityError):
+                return True  # the end is reported elsewhere
+            raise
+        self.keep_until_done(sent)
+        return True
+
+    # ---- The handshake, probes, and the end
+
+    async def send_handshake(self, data: bytes) -> None:
+        """Send a message of the handshake, and wait until the peer's device acknowledges it.
+
+        :param data: the message, header included.
+        :raises BrokenResourceError: the peer's device does not acknowledge the message. The channel is then broken.
+        :raises ClosedResourceError: the channel is closed.
+        :raises Exception: any other exception that `QueuePair.send` raises.
+        """
+        buffer = self._buffers.take()
+        assert buffer is not None  # no user message is in flight yet
+        buffer.view[: len(data)] = data
+        sent = self._qp.send(buffer.memory[: len(data)])
+        self._buffers.add_in_flight(buffer, sent)
+        try:
+            await sent
+        except WorkCompletionError as error:
+            raise self._fail_send(error) from error
+
+    def probe(self) -> Operation[None]:
+        """Post an RDMA write of 0 bytes. When it completes, the peer's device has received all earlier sends.
+
+        :returns: an operation, which the caller awaits or keeps. Awaiting it raises `WorkCompletionError` if the peer's
+            device does not answer, or another exception that `Operation` lists.
+        :raises ClosedResourceError: the queue pair is closed.
+        :raises BrokenResourceError: the queue pair is in ERR.
+        :raises Exception: any other exception that `QueuePair.write` raises.
+        """
+        return self._qp.write(self._empty, _NULL_REMOTE)
+
+    def send_keepalive(self) -> None:
+        """Post a probe without waiting for it. If the peer's device does not answer, the queue pair goes to ERR.
+
+        If the probe cannot be posted, nothing is done.
+        """
+        try:
+            keepalive = self.probe()
+        except ConcurrentAccessError:
+            return  # another thread is inside a verb: the next call retries
+        except (ClosedResourceError, BrokenResourceError, QueuePairStateError, AffinityError, VerbsError):
+            return  # the end is reported elsewhere
+        self.keep_until_done(keepalive)
+
+    async def wait_delivered(self) -> None:
+        """Wait until all sent messages are in the peer's memory. The time is not limited here.
+
+        :raises BrokenResourceError: the peer's device does not acknowledge the messages. The channel is then broken.
+        :raises ClosedResourceError: the channel is closed.
+        :raises Exception: any other exception that `probe` raises, such as `ConcurrentAccessError`.
+        """
+        try:
+            await self.probe()
+        except WorkCompletionError as error:
+            raise self._fail_send(error) from error
+
+    def keep_until_done(self, operation: Operation[None]) -> None:
+        """Keep a reference to an operation that no task of the user awaits, until it has ended.
+
+        Without a reference, an operation that waits for a place in the send queue would be withdrawn.
+        """
+        # Do not poll for completions here: those found would overtake others that were found earlier.
+        requests = self._own_requests
+        while requests and requests[0].ended:
+            del requests[0]
+        requests.append(operation)
+
+    def _fail_send(self, error: WorkCompletionError) -> Exception:
+        """Fail the channel because a send failed, and return the exception that the sending method has to raise.
+
+        :param error: exception of the send.
+        :returns: the same as `closed_error`.
+        """
+        self._state.fail(str(error), error)
+        return self._state.closed_error()
+
+    def _wake(self) -> None:
+        """Wake the sender that is waiting for a credit."""
+        wake(self._waiter)
+
+
+def check_immediate(immediate: int) -> None:
+    """Check that a value can be sent as immediate data: an integer in 0..2**32-1.
+
+    :raises TypeError: the value is not an integer.
+    :raises ValueError: the integer does not fit in 32 bits.
+    """
+    if not 0 <= operator.index(immediate) < 1 << 32:
+        raise ValueError(f"`immediate` must fit in 32 bits, got {immediate}")

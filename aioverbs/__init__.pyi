@@ -96,10 +96,12 @@ from aioverbs._pool.worker import (
 from aioverbs._server.acceptor import (
     ServerStatistics as ServerStatistics,
 )
-from aioverbs._server.server import (
+from aioverbs._server.listener import (
     ConnectionListener as ConnectionListener,
-    Server as Server,
     listen as listen,
+)
+from aioverbs._server.server import (
+    Server as Server,
     serve as serve,
 )
 from aioverbs._verbs.address_handle import (

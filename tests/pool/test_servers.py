@@ -329,6 +329,22 @@ async def test_closing_cancels_handlers_that_do_not_end(
     await server.aclose()
 
 
+async def test_close_ends_connections_on_workers(pool: WorkerPool, domain: ResourceDomain) -> None:
+    """The port is free at once; the workers' loops end the connections."""
+    server = await served(pool, handlers.obey).open()
+    port = server.port
+    near = await asked(server, domain)
+    assert await request(near, "where")
+    server.close()
+    assert not listens(port)
+    async with asyncio.timeout(patience(10)):
+        with pytest.raises((BrokenResourceError, anyio.EndOfStream)):
+            await near.receive()
+        await server.wait_closed()
+    await server.aclose()
+    near.abort()
+
+
 @both_backends
 async def test_closing_the_pool_stops_the_server(
     device: Device, domain: ResourceDomain, processes: bool, tmp_path: Path

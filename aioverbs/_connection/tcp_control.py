@@ -115,6 +115,11 @@ class TcpControlChannel(asyncio.Protocol):
         self.messages += 1
         return message
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a task waits for the peer's next message."""
+        return self._waiter is not None and not self._waiter.done()
+
     async def _read_exactly(self, size: int) -> bytes:
         """Wait for the next `size` bytes from the peer, and return them.
 

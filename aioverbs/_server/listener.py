@@ -198,7 +198,7 @@ def listen(
     ssl: TlsContext | None = None,
     secret: bytes | None = None,
     settings: ConnectionSettings | None = None,
-    handshake_timeout_s: float = 5.0,
+    handshake_timeout_s: float = 30.0,
     max_handshakes: int = 128,
     max_connections: int | None = None,
     backlog: int = 256,
@@ -215,7 +215,8 @@ def listen(
     :param ssl: TLS context for the TCP connections (see `connect`), or a function that makes one; None for no TLS.
     :param secret: shared secret, at least 1 byte, that peers must prove that they know; None for no secret.
     :param settings: sizes and times; None for ``ConnectionSettings()``.
-    :param handshake_timeout_s: limit of a peer's handshake in seconds, above 0.
+    :param handshake_timeout_s: limit of a peer's handshake in seconds, above 0. A silent peer gets less while others
+        wait: see `max_handshakes`.
     :param max_handshakes: largest number of handshakes at the same time, 1 or more. When that many are in progress,
         further peers wait in the kernel's backlog until one of them ends. Meanwhile, the oldest handshake whose peer
         owes the next message for half a second is cancelled; peers that have sent nothing come first.

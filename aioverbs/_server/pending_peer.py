@@ -79,13 +79,15 @@ class PendingPeer:
         return self._control
 
     def count_silence(self) -> None:
-        """Count one more interval in which the peer may have been silent, or begin anew if it has sent a message.
+        """Count one more interval in which the peer may have been silent, or begin anew if it has sent a message or
+        waits for this end.
 
         The acceptor calls this at intervals of its loop. When the loop is late, that is one interval all the same, so
         that a peer is not taken for silent because this process is busy.
         """
         messages = self._messages()
-        self.silence = self.silence + 1 if messages == self._counted else 0
+        is_awaited = not isinstance(self._control, TcpControlChannel) or self._control.is_waiting
+        self.silence = self.silence + 1 if is_awaited and messages == self._counted else 0
         self._counted = messages
 
     def _messages(self) -> int:

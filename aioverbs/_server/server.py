@@ -335,7 +335,7 @@ def serve(
     ssl: TlsContext | None = None,
     secret: bytes | None = None,
     settings: ConnectionSettings | None = None,
-    handshake_timeout_s: float = 5.0,
+    handshake_timeout_s: float = 30.0,
     max_handshakes: int = 128,
     max_connections: int | None = None,
     backlog: int = 256,

@@ -20,6 +20,7 @@ from aioverbs import (
     ClosedResourceError,
     Connection,
     ConnectionListener,
+    ConnectionSettings,
     Device,
     HandshakeError,
     ResourceDomain,
@@ -29,8 +30,12 @@ from aioverbs import (
     reconnect,
     serve,
 )
+from aioverbs._connection import establishment
 from aioverbs._connection.connect import Transport
 from aioverbs._connection.handshake import Handshake, Hello, MessageType, Offer, Reason, Reject, body_size, parse
+from aioverbs._connection.shared_queues import lease_block
+from aioverbs._memory.buffer_pool import LeasedBuffer
+from aioverbs._verbs.base_domain import Domain
 from tests.connections.certificates import contexts
 from tests.connections.ends import HOST, SMALL, deeper, pair
 from tests.connections.serving import echo
@@ -260,6 +265,27 @@ async def test_peers_of_a_busy_listener_wait_and_are_not_refused(
             *(connect(HOST, listener.port, domain=domain, settings=SMALL, timeout_s=patience(60)) for _ in range(count))
         )
         fars = [await listener.accept() for _ in range(count)]
+        assert refused(listener) == {}
+        for end in (*nears, *fars):
+            end.abort()
+
+
+async def test_the_time_that_a_listener_takes_itself_is_not_the_peers(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another peer waits for the only place, and the listener waits for its own buffers, not for the peer."""
+
+    async def lease_late(place: Domain, settings: ConnectionSettings) -> LeasedBuffer:
+        if place is domain:
+            await asyncio.sleep(1)
+        return await lease_block(place, settings)
+
+    monkeypatch.setattr(establishment, "lease_block", lease_late)
+    async with listening(device, max_handshakes=1) as (listener, domain), device.resource_domain() as other:
+        nears = await asyncio.gather(
+            *(connect(HOST, listener.port, domain=other, settings=SMALL, timeout_s=patience(60)) for _ in range(2))
+        )
+        fars = [await listener.accept() for _ in nears]
         assert refused(listener) == {}
         for end in (*nears, *fars):
             end.abort()

@@ -1,6 +1,7 @@
 """State of a message channel, which its sender and its receiver share, and the end of both."""
 
 from collections.abc import Callable
+from typing import NoReturn
 
 from aioverbs._lifecycle.affinity import Affinity, CrossLoopCondition, running_loop
 from aioverbs._verbs.queue_pair import QueuePair, qp_work_state_of
@@ -78,18 +79,23 @@ class ChannelState:
         """Mark the channel as broken, fail all waiting callers and move the queue pair to ERR.
 
         Only the first call has an effect. Waiting and later callers of other methods get a `BrokenResourceError`, or a
-        `DeviceRemovedError` if `cause` is one.
+        `DeviceRemovedError` if `cause` is one: see `closed_error`.
 
         :param reason: text for the message of that exception.
-        :param cause: exception that caused the failure; None if there is none.
+        :param cause: exception that caused the failure, which no call raises; None if there is none.
         """
         if self.broken is not None:
             return
-        kind = DeviceRemovedError if isinstance(cause, DeviceRemovedError) else BrokenResourceError
-        self.broken = kind(f"the connection with {self.peer} is broken: {reason}")
-        self.broken.__cause__ = cause
+        self.broken = self._broken_error(reason, cause)
         self._end()
         self._end_queue_pair()
+
+    def _broken_error(self, reason: str, cause: BaseException | None) -> BrokenResourceError:
+        """Return a new exception that says why the channel is broken: see `fail`."""
+        kind = DeviceRemovedError if isinstance(cause, DeviceRemovedError) else BrokenResourceError
+        error = kind(f"the connection with {self.peer} is broken: {reason}")
+        error.__cause__ = cause
+        return error
 
     def fail_queue_pair(self, error: Exception | None) -> None:
         """Fail the channel because its queue pair has failed, unless the channel is broken or closed.
@@ -146,17 +152,45 @@ class ChannelState:
         :raises ClosedResourceError: the channel is closed.
         """
         await self._ended.wait_while(lambda: self.broken is None and not self.closed)
-        if self.broken is None:
+        first = self.first_cause()
+        if first is None:
             raise self.closed_error()
-        return self.broken
+        return first
+
+    def first_cause(self) -> BrokenResourceError | None:
+        """Return the exception that `fail` set, without the traceback that raising it gave it; None if there is none.
+
+        That traceback would keep the objects of the callers, the connection among them, as long as the channel exists.
+        """
+        return self.broken and self.broken.with_traceback(None)
 
     def closed_error(self) -> Exception:
-        """Return the exception for calls on a channel that is closed or broken.
+        """Return a new exception for a call on a channel that is closed or broken.
 
-        :returns: the exception that `fail` set; a new `ClosedResourceError` if this end has closed the channel, or if
-            `fail` was never called.
+        Each call gets one of its own: the traceback of a common one would grow with each call, and keep the objects of
+        all callers.
+
+        :returns: an exception of the same class and with the same text as the one that `fail` set, which is its cause;
+            a `ClosedResourceError` if this end has closed the channel, or if `fail` was never called.
         """
-        return ClosedResourceError("the connection was closed") if self.closed or not self.broken else self.broken
+        if self.closed or self.broken is None:
+            return ClosedResourceError("the connection was closed")
+        error = type(self.broken)(str(self.broken))
+        error.__cause__ = self.first_cause()
+        return error
+
+    def raise_ended(self, error: Exception) -> NoReturn:
+        """Raise the exception for calls on a channel that is closed or broken, instead of another one.
+
+        :param error: exception with which a request or the inbox has ended for that reason. If the channel is neither
+            broken nor closed, this fails it. The traceback is removed, because a request that was awaited, and the
+            inbox, keep their exception.
+        :raises Exception: the same as `closed_error` returns.
+        """
+        error.__traceback__ = None
+        if isinstance(error, BrokenResourceError | WorkCompletionError):
+            self.fail_queue_pair(error)
+        raise self.closed_error()
 
     def check_usable(self) -> None:
         """Check that the channel is neither broken nor closed.

@@ -51,10 +51,10 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
     Messages are `bytes` of any size up to the peer's `ConnectionSettings.max_message`. They arrive whole and in order.
     Only one task at a time may receive; any number of tasks may send.
 
-    When the connection breaks, every waiting and every later call raises `BrokenResourceError` with the first cause,
-    which is also `broken`; `wait_lost` waits for that. If the peer has closed the connection or called `send_eof`,
-    receiving raises `anyio.EndOfStream` after the last message. A connection that was lost can be dropped; any other
-    one has to be closed.
+    When the connection breaks, every waiting and every later call raises a `BrokenResourceError` of its own, whose
+    ``__cause__`` is the first one: `broken`. `wait_lost` waits for that. If the peer has closed the connection or
+    called `send_eof`, receiving raises `anyio.EndOfStream` after the last message. A connection that was lost can be
+    dropped; any other one has to be closed.
     """
 
     def __init__(self, domain: Domain, settings: ConnectionSettings, block: LeasedBuffer, cq: CompletionQueue) -> None:
@@ -197,11 +197,14 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
 
     @property
     def broken(self) -> BrokenResourceError | None:
-        """Exception with which the connection was lost, which all later calls raise; None if it was not lost.
+        """Exception with which the connection was lost; None if it was not lost.
 
-        A connection that the peer has closed counts as lost. This can be read at any time.
+        All later calls raise exceptions of the same class and text, with this one as their ``__cause__``. To raise one
+        of your own, write ``raise … from connection.broken``: an exception that is raised itself keeps the objects of
+        its callers, and the connection keeps this one. A connection that the peer has closed counts as lost. This can
+        be read at any time.
         """
-        return self._end.channel.broken if self._end is not None else None
+        return self._end.channel.first_cause() if self._end is not None else None
 
     async def wait_lost(self) -> BrokenResourceError:
         """Wait until the connection is lost: the peer closed it or is gone, or the device failed.

@@ -80,7 +80,7 @@ class ConnectionEnd:
 
         This is called when the message channel breaks or is closed.
         """
-        self.grants.fail(self.channel.closed_error())
+        self.grants.fail()
         if self.channel.broken is not None:
             self._lifecycle.ended_by_peer = True
             if self.control is not None:

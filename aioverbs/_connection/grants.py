@@ -1,6 +1,7 @@
 """Grants: memory that one end of a connection lets the other end access until it revokes the grant."""
 
 import asyncio
+import copy
 from collections import deque
 from typing import TYPE_CHECKING, Self
 
@@ -281,8 +282,8 @@ class Grants:
                 # shared by all callers that revoke this grant
                 grant._closing = running_loop().create_task(self._close_key(key))
             await wait_uncancelled(grant._closing)
-        if acknowledged.done():
-            acknowledged.result()
+        if acknowledged.cancelled():
+            raise self._channel.closed_error()
 
     async def _close_key(self, key: MemoryWindow | MemoryRegion) -> None:
         """Close the memory window or registration of a grant, which invalidates the key.
@@ -295,7 +296,8 @@ class Grants:
         try:
             await key.aclose()
         except VerbsError as error:  # failing the channel ends the queue pair, and with it its windows of type 2
-            self._channel.fail(f"the key of a grant could not be invalidated: {error}", error)
+            # a copy, because the traceback of the exception that is raised keeps the objects of the caller
+            self._channel.fail(f"the key of a grant could not be invalidated: {error}", copy.copy(error))
             raise
 
     # ---- Grants of the peer
@@ -385,18 +387,15 @@ class Grants:
         """Wake the callers of `receive` that are waiting for a grant."""
         wake(self._waiter)
 
-    def fail(self, error: Exception) -> None:
-        """Fail the callers of `revoke` and `receive` that are waiting for the peer.
+    def fail(self) -> None:
+        """Fail the callers of `revoke` and `receive` that are waiting for the peer, which raise the exception that
+        `MessageChannel.closed_error` returns.
 
         This is called when no more frames can arrive.
-
-        :param error: exception to raise in callers of `revoke`. In callers of `receive`, the exception that
-            `MessageChannel.closed_error` returns is raised.
         """
         for acknowledged in self._local_grants.values():
-            if acknowledged is not None and not acknowledged.done() and not acknowledged.get_loop().is_closed():
-                acknowledged.set_exception(error)
-                acknowledged.exception()  # marks the exception as retrieved: there may be no waiter
+            if acknowledged is not None and not acknowledged.get_loop().is_closed():
+                acknowledged.cancel()
         self.wake()
 
 

@@ -112,14 +112,11 @@ class MessageReceiver:
         self._is_pending = True
         try:
             item = await self.inbox.__anext__()
-        except StopAsyncIteration:
-            if self._state.eof_received:
+        except (StopAsyncIteration, BrokenResourceError, ClosedResourceError, WorkCompletionError) as error:
+            if isinstance(error, StopAsyncIteration) and self._state.eof_received:
+                error.__traceback__ = None  # the inbox raises the same exception each time
                 raise anyio.EndOfStream from None
-            raise self._state.closed_error() from None
-        except BrokenResourceError as error:
-            raise self._state.broken or error from error.__cause__
-        except WorkCompletionError as error:
-            raise self._state.closed_error() from error
+            self._state.raise_ended(error)
         finally:
             self._is_pending = False
         self.messages += 1
@@ -146,8 +143,8 @@ class MessageReceiver:
         """
         try:
             return cast(bytes, await self.inbox.__anext__())
-        except (StopAsyncIteration, WorkCompletionError) as error:
-            raise self._state.broken or BrokenResourceError("the peer went away during the handshake") from error
+        except (StopAsyncIteration, BrokenResourceError, ClosedResourceError, WorkCompletionError) as error:
+            self._state.raise_ended(error)
 
     # ---- Completions
 

@@ -197,8 +197,8 @@ class MessageSender:
             self.waits += 1
             try:
                 await self._buffers.wait(self.probe)
-            except WorkCompletionError as error:
-                raise self._fail_send(error) from error
+            except (BrokenResourceError, ClosedResourceError, WorkCompletionError) as error:
+                self._state.raise_ended(error)
             await self._wait_for_credit(reserved)
             buffer = self._buffers.take()
             assert buffer is not None
@@ -337,8 +337,8 @@ class MessageSender:
         self._buffers.add_in_flight(buffer, sent)
         try:
             await sent
-        except WorkCompletionError as error:
-            raise self._fail_send(error) from error
+        except (BrokenResourceError, ClosedResourceError, WorkCompletionError) as error:
+            self._state.raise_ended(error)
 
     def probe(self) -> Operation[None]:
         """Post an RDMA write of 0 bytes. When it completes, the peer's device has received all earlier sends.
@@ -373,8 +373,8 @@ class MessageSender:
         """
         try:
             await self.probe()
-        except WorkCompletionError as error:
-            raise self._fail_send(error) from error
+        except (BrokenResourceError, ClosedResourceError, WorkCompletionError) as error:
+            self._state.raise_ended(error)
 
     def keep_until_done(self, operation: Operation[None]) -> None:
         """Keep a reference to an operation that no task of the user awaits, until it has ended.
@@ -386,15 +386,6 @@ class MessageSender:
         while requests and requests[0].ended:
             del requests[0]
         requests.append(operation)
-
-    def _fail_send(self, error: WorkCompletionError) -> Exception:
-        """Fail the channel because a send failed, and return the exception that the sending method has to raise.
-
-        :param error: exception of the send.
-        :returns: the same as `closed_error`.
-        """
-        self._state.fail(str(error), error)
-        return self._state.closed_error()
 
     def _wake(self) -> None:
         """Wake the sender that is waiting for a credit."""

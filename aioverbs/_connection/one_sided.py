@@ -42,7 +42,7 @@ class OneSidedRequests:
         try:
             return self._qp.write(local, self._region_of(remote), fence=fence)
         except BrokenResourceError as error:
-            raise self._lost(error) from error.__cause__
+            self._channel.raise_ended(error)
 
     def read(self, local: Local, remote: Remote, fence: bool) -> Operation[None]:
         """Post an RDMA read: see `Connection.read`."""
@@ -51,7 +51,7 @@ class OneSidedRequests:
         try:
             return self._qp.read(local, self._region_of(remote), fence=fence)
         except BrokenResourceError as error:
-            raise self._lost(error) from error.__cause__
+            self._channel.raise_ended(error)
 
     def compare_and_swap(self, remote: Remote, compare: int, swap: int, fence: bool) -> Operation[int]:
         """Post an atomic compare-and-swap: see `Connection.compare_and_swap`."""
@@ -59,7 +59,7 @@ class OneSidedRequests:
         try:
             return self._qp.compare_and_swap(self._region_of(remote), compare, swap, fence=fence)
         except BrokenResourceError as error:
-            raise self._lost(error) from error.__cause__
+            self._channel.raise_ended(error)
 
     def fetch_and_add(self, remote: Remote, add: int, fence: bool) -> Operation[int]:
         """Post an atomic fetch-and-add: see `Connection.fetch_and_add`."""
@@ -67,7 +67,7 @@ class OneSidedRequests:
         try:
             return self._qp.fetch_and_add(self._region_of(remote), add, fence=fence)
         except BrokenResourceError as error:
-            raise self._lost(error) from error.__cause__
+            self._channel.raise_ended(error)
 
     async def write_with_immediate(self, local: Local, remote: Remote, immediate: int, fence: bool) -> None:
         """Write, then send an empty message with immediate data: see `Connection.write_with_immediate`."""
@@ -77,8 +77,11 @@ class OneSidedRequests:
         check_immediate(immediate)
         written = self.write(local, remote, fence)
         await channel.send(b"", immediate)
-        channel.keep_until_done(written)  # a cancellation must not withdraw the announced write
-        await written
+        try:
+            await written
+        finally:
+            if not written.ended:  # a cancellation must not withdraw the announced write
+                channel.keep_until_done(written)
 
     def _check(self, operation: str) -> None:
         """Check that the caller may use the connection, and that it is not broken.
@@ -90,7 +93,7 @@ class OneSidedRequests:
         if self._caller is not None:
             self._caller.check(self._channel, operation)
         if self._channel.broken is not None:
-            raise self._channel.broken
+            raise self._channel.closed_error()
 
     def _region_of(self, remote: Remote) -> RemoteRegion:
         """Return the address, length and key of a grant, or of a slice of a grant, as a `RemoteRegion`.
@@ -101,12 +104,3 @@ class OneSidedRequests:
         if self._grants.revoked:
             self._grants.check(region)
         return region
-
-    def _lost(self, error: BrokenResourceError) -> BrokenResourceError:
-        """Return the exception for a request that was refused because the connection or its queue pair is broken.
-
-        :param error: exception with which the request was refused.
-        :returns: the exception with the first cause, which all calls raise.
-        """
-        self._channel.fail_queue_pair(error)
-        return self._channel.broken or error

@@ -20,6 +20,7 @@ __all__ = [
     "cancel_by_its_task",
     "every_way_to_cancel",
     "pair",
+    "root_of",
     "use_up",
     "works",
 ]
@@ -66,6 +67,11 @@ async def pair(
 def deeper(settings: ConnectionSettings, **changes: Any) -> ConnectionSettings:
     """Return these settings with some fields replaced."""
     return replace(settings, **changes)
+
+
+def root_of(error: BaseException) -> BaseException:
+    """Return the exception at the end of the chain of causes."""
+    return error if error.__cause__ is None else root_of(error.__cause__)
 
 
 async def use_up(connection: Connection) -> int:

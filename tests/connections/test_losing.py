@@ -1,9 +1,12 @@
 """Lost connections: `broken`, `wait_lost`, one first cause for all calls, and no warning for those that are dropped."""
 
 import asyncio
+import contextlib
 import gc
 import warnings
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -95,10 +98,10 @@ async def test_all_calls_raise_the_first_cause(device: Device) -> None:
             lambda: ends.near.grant(memory, AccessFlags.REMOTE_READ),
             lambda: waiting,
         ]
-        for call in calls:
-            with pytest.raises(BrokenResourceError) as caught:
-                await call()  # type: ignore[misc]
-            assert caught.value is lost
+        errors = [await _outcome(call) for call in calls]
+        assert {(type(each), str(each), each.__cause__) for each in errors} == {(type(lost), str(lost), lost)}
+        assert len({*map(id, errors), id(lost)}) == len(calls) + 1, "each call raises an exception of its own"
+        assert lost.__traceback__ is None
 
 
 @pytest.mark.every_way
@@ -110,19 +113,30 @@ async def test_one_sided_requests_find_the_peer_gone(device: Device) -> None:
         end_of(ends.far).control.abort = lambda: True  # type: ignore[method-assign, union-attr]
         ends.far.qp.to_error()
         requests = [ends.near.read(memory[:8], remote[:8]) for _ in range(3)]
-        errors = await asyncio.gather(*map(_outcome, requests))
-        assert {type(each) for each in errors} == {BrokenResourceError}
-        assert set(map(id, errors)) == {id(ends.near.broken)}
-        assert ends.near.broken is not None
-        assert isinstance(ends.near.broken.__cause__, WorkCompletionError)
-        assert ends.near.broken.__cause__.status is not WcStatus.WR_FLUSH_ERR, "this is the first cause"
+        errors = await asyncio.gather(*requests, return_exceptions=True)
+        lost = ends.near.broken
+        assert lost is not None
+        assert {(type(each), each and each.__cause__) for each in errors} == {(BrokenResourceError, lost)}
+        assert isinstance(lost.__cause__, WorkCompletionError)
+        assert lost.__cause__.status is not WcStatus.WR_FLUSH_ERR, "this is the first cause"
         del end_of(ends.far).control.abort  # type: ignore[union-attr]
 
 
-async def _outcome(request: object) -> BaseException:
+async def _outcome(call: Callable[[], Any]) -> BaseException:
     with pytest.raises(BrokenResourceError) as caught:
-        await request  # type: ignore[misc]
+        await call()
     return caught.value
+
+
+async def test_the_first_cause_stays_when_a_request_is_refused(device: Device) -> None:
+    async with pair(device) as ends, ends.domain.register(64, ALL) as memory:
+        await ends.far.grant(memory[32:], GRANTED)
+        remote = await ends.near.receive_grant()
+        ends.near.qp.to_error()
+        error = await _outcome(lambda: ends.near.read(memory[:8], remote[:8]))
+        lost = ends.near.broken
+        assert error.__cause__ is lost is not None
+        assert isinstance(lost.__cause__, BrokenResourceError), "the queue pair's own"
 
 
 @needs(Capability.FAULT_PLAN)
@@ -164,3 +178,85 @@ async def test_a_lost_connection_can_be_dropped(device: Device, drop: str) -> No
             await other.aclose()
         assert node.state is ResourceState.CLOSED
         assert not [str(each.message) for each in caught if "Connection" in str(each.message)]
+
+
+class _Mark:
+    """Object of a caller: as long as it exists, something keeps the frame of the call."""
+
+
+@pytest.mark.every_way
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda near, memory, remote: near.send(bytes(10)),
+        lambda near, memory, remote: near.receive(),
+        lambda near, memory, remote: near.receive_grant(),
+        lambda near, memory, remote: near.write(memory[:8], remote[:8]),
+        lambda near, memory, remote: near.fetch_and_add(remote[:8], 1),
+        lambda near, memory, remote: near.write_with_immediate(memory[:8], remote[:8], 1),
+        lambda near, memory, remote: near.grant(memory, GRANTED),
+    ],
+    ids=["send", "receive", "receive_grant", "write", "fetch_and_add", "write_with_immediate", "grant"],
+)
+@pytest.mark.parametrize("begins", ["before the loss", "after the loss"])
+async def test_failed_calls_on_a_lost_connection_keep_nothing(
+    device: Device, call: Callable[..., Any], begins: str
+) -> None:
+    """Neither the frames of the callers, nor the connection once it is dropped."""
+    marks = []
+
+    async def fail(*arguments: Any) -> None:
+        mark = _Mark()
+        marks.append(weakref.ref(mark))
+        with contextlib.suppress(BrokenResourceError, WorkCompletionError):  # the latter if the grant ended first
+            while True:  # some requests are completed before the loss
+                await call(*arguments)
+
+    async def use() -> Any:
+        near = await connect(HOST, listener.port, domain=other, settings=SMALL)
+        far = await listener.accept()
+        await far.grant(memory[32:], GRANTED)
+        remote = await near.receive_grant()
+        waiting = [asyncio.create_task(fail(near, local, remote))] if begins == "before the loss" else []
+        await asyncio.sleep(0)
+        far.abort()
+        await near.wait_lost()
+        for _ in range(3):
+            await fail(near, local, remote)
+        await asyncio.gather(*waiting)
+        gc.collect()
+        assert [each() for each in marks] == [None] * len(marks)
+        return near._lifecycle
+
+    async with (
+        device.resource_domain() as domain,
+        device.resource_domain() as other,
+        domain.register(64, ALL) as memory,
+        other.register(64, ALL) as local,
+        listen(HOST, domain=domain, settings=SMALL) as listener,
+    ):
+        node = await use()
+        gc.collect()
+        await until(lambda: node.state is ResourceState.CLOSED)
+
+
+@pytest.mark.every_way
+async def test_a_revocation_that_the_loss_ends_keeps_nothing(device: Device) -> None:
+    marks = []
+    async with pair(device) as ends, ends.domain.register(64, ALL) as memory:
+        granted = await ends.near.grant(memory[:8], GRANTED)
+
+        async def revoke() -> None:
+            mark = _Mark()
+            marks.append(weakref.ref(mark))
+            with pytest.raises(BrokenResourceError) as caught:
+                await granted.revoke()
+            assert caught.value.__cause__ is ends.near.broken
+
+        revoking = [asyncio.create_task(revoke()) for _ in range(2)]
+        await asyncio.sleep(0)
+        ends.far.abort()
+        await asyncio.gather(*revoking)
+        del revoking
+        gc.collect()
+        assert [each() for each in marks] == [None, None]

@@ -113,7 +113,8 @@ async def test_a_refused_control_message_breaks_the_connection(device: Device) -
             assert "a control message cannot be sent" in str(await ends.far.wait_lost())
             await ends.near.wait_lost()
             await asyncio.wait([sending])
-            assert sending.exception() is None or sending.exception() is ends.near.broken
+            error = sending.exception()
+            assert error is None or error.__cause__ is ends.near.broken
 
 
 @pytest.mark.every_way

@@ -43,7 +43,7 @@ from aioverbs.addresses import Address
 from aioverbs.gid_selection import Gid
 from aioverbs.rdma_cm import Listener as CmListener, listener as rdma_cm_listener
 from aioverbs.rdma_cm.state_machine import CmState
-from tests.connections.ends import HOST, SMALL
+from tests.connections.ends import HOST, SMALL, root_of
 from tests.connections.serving import asked, served
 from tests.descriptors import descriptors, descriptors_at_first
 from tests.manager.connection_manager import StubChannel, StubIdentifier, connection_manager, request
@@ -122,7 +122,7 @@ async def test_reconnect_retries_a_link_lost_in_the_handshake(
         again = reconnect(HOST, 1, domain=domain, transport=transport, settings=SMALL, backoff=twice)
         with pytest.raises(BrokenResourceError, match=r"is broken: .* RETRY_EXC_ERR") as caught:
             await anext(again)
-        assert isinstance(caught.value.__cause__, WorkCompletionError)
+        assert isinstance(root_of(caught.value), WorkCompletionError)
     assert resolve.await_count == 2
 
 
@@ -170,7 +170,7 @@ async def test_a_loss_during_the_handshake_reports_its_cause(
         with pytest.raises(raised, match=f"is broken: {why}$") as caught:
             await connect(HOST, 1, domain=domain, transport="rdmacm", settings=SMALL)
         assert type(caught.value) is raised
-        assert caught.value.__cause__ is error
+        assert root_of(caught.value) is error
         await receiving
 
 

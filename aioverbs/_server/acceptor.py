@@ -17,10 +17,10 @@ from aioverbs._lifecycle.affinity import Affinity, running_loop, wait_uncancelle
 from aioverbs._lifecycle.resource import lifecycle_of, open_part
 from aioverbs._server.accept import AcceptSettings
 from aioverbs._server.pending_peer import AcceptState, PendingPeer
-from aioverbs._server.tcp_listener import TcpListener
+from aioverbs._server.tcp_listener import TcpListener, resolve
 from aioverbs._verbs.base_domain import Domain
 from aioverbs.addresses import Address
-from aioverbs.errors import BrokenResourceError, LibraryNotFoundError, VerbsError
+from aioverbs.errors import BrokenResourceError, ClosedResourceError, LibraryNotFoundError, VerbsError
 from aioverbs.rdma_cm import Listener as CmListener
 
 __all__ = ["Acceptor", "ServerStatistics"]
@@ -74,6 +74,7 @@ class Acceptor:
         self._cm_task: asyncio.Task[None] | None = None
         self._room_made = asyncio.Event()  # set when a handshake or a connection ends
         self._expiry: asyncio.TimerHandle | None = None  # while peers wait for room
+        self._stopped = False  # `stop` or `close` was called, perhaps during `open`
         self._grace = 0  # intervals until the next handshake may be expired
         self._on_idle: Callable[[], object] | None = None
         self._handshakes = self._connections = self._accepted = 0
@@ -99,13 +100,16 @@ class Acceptor:
             use or belongs to no RDMA device.
         :raises ValueError: `transport` is ``"rdmacm"`` and the domain is on a software device; or rdma_cm is used, and
             `backlog` is less than 1.
-        :raises ClosedResourceError: the domain is not open.
+        :raises ClosedResourceError: the domain is not open, or `stop` or `close` was called in the meantime.
         :raises RuntimeError: no asyncio event loop is running.
         """
         self._loop, self._owner = running_loop(), Affinity.of_running_loop()
+        self._stopped = False
         try:
             if transport != "rdmacm":
-                await self._tcp.open(host, port, backlog)
+                addresses = await resolve(host, port)
+                self._check_not_stopped()
+                self._tcp.open(addresses, backlog)
             if domain is not None and uses_rdma_cm(transport, domain, self._accept_settings.context):
                 await self._open_rdma_cm(host, self.addresses[0][1] if self._tcp.is_open else port, backlog, transport)
         except BaseException:
@@ -125,12 +129,14 @@ class Acceptor:
         :raises VerbsError: rdma_cm is not available, or the address is in use or belongs to no RDMA device.
         :raises OSError: the name has no address.
         :raises ValueError: `backlog` is less than 1.
+        :raises ClosedResourceError: `stop` or `close` was called in the meantime.
         """
         assert self._loop is not None
         channel = SharedChannel()
         try:
             await channel.open()
             listener = await open_part(channel.channel.listener(host, port, backlog=backlog))
+            self._check_not_stopped()
         except BaseException as error:
             await channel.release()
             # OSError includes VerbsError
@@ -140,6 +146,15 @@ class Acceptor:
             return
         self._cm = channel, listener
         self._cm_task = self._loop.create_task(self._accept_rdma_cm(channel, listener))
+
+    def _check_not_stopped(self) -> None:
+        """Check after each wait of `open` that neither `stop` nor `close` was called meanwhile: nothing may be opened
+        after these, because they have already closed what there was.
+
+        :raises ClosedResourceError: one of them was called.
+        """
+        if self._stopped:
+            raise ClosedResourceError("listening was ended while it began")
 
     @property
     def addresses(self) -> list[Address]:
@@ -379,7 +394,8 @@ class Acceptor:
             await self._close_cm()
 
     def _stop_accepting(self) -> None:
-        """Close the TCP sockets and cancel the task that accepts by rdma_cm."""
+        """Close the TCP sockets and cancel the task that accepts by rdma_cm. If `open` is still waiting, it fails."""
+        self._stopped = True
         self._stop_expiring()
         self._tcp.close()
         if self._cm_task is not None:

@@ -47,8 +47,8 @@ class AcceptorResource(anyio.abc.AsyncResource):
 
         :returns: this object.
         :raises AffinityError: another event loop owns the domain.
-        :raises ClosedResourceError: this object is open or was closed before, or the domain or pool is not open. If
-            this object is open, it stays open.
+        :raises ClosedResourceError: this object is open, or was closed before or during this call, or the domain or
+            pool is not open. If this object is open, it stays open.
         :raises OSError: the name has no address, an address is in use or does not belong to this machine, or no file
             descriptor is left.
         :raises ValueError: the transport is ``"rdmacm"`` and the domain is on a software device; or rdma_cm is used,

@@ -58,8 +58,8 @@ class ConnectionListener(AcceptorResource):
 
         :returns: the listener itself.
         :raises AffinityError: another event loop owns the domain.
-        :raises ClosedResourceError: the listener is open or was closed before, or the domain is not open. A listener
-            that is open stays open.
+        :raises ClosedResourceError: the listener is open, or was closed before or during this call, or the domain is
+            not open. A listener that is open stays open.
         :raises OSError: the name has no address, an address is in use or does not belong to this machine, or no file
             descriptor is left.
         :raises ValueError: the transport is ``"rdmacm"`` and the domain is on a software device; or rdma_cm is used,

@@ -117,8 +117,8 @@ class Server(AcceptorResource):
 
         :returns: the server itself.
         :raises AffinityError: another event loop owns the domain.
-        :raises ClosedResourceError: the domain or pool is not open, or the server is open or was closed before. A
-            server that is open stays open.
+        :raises ClosedResourceError: the domain or pool is not open, or the server is open, or was closed before or
+            during this call. A server that is open stays open.
         :raises OSError: the name has no address, an address is in use or does not belong to this machine, or no file
             descriptor is left.
         :raises ValueError: the transport is ``"rdmacm"`` and the domain is on a software device; or rdma_cm is used,

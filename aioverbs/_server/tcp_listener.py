@@ -10,12 +10,29 @@ from aioverbs._lifecycle import forks
 from aioverbs._lifecycle.affinity import running_loop
 from aioverbs.addresses import Address
 
-__all__ = ["TcpListener"]
+__all__ = ["TcpListener", "resolve"]
 
 logger = logging.getLogger("aioverbs")
 
 _ACCEPT_RETRY_S = 0.1  # delay after a failed accept
 _ACCEPTS_PER_TURN = 16  # then other tasks of the loop run
+
+
+SocketAddress = tuple[socket.AddressFamily, tuple[object, ...]]
+"""Address family of a socket, and an address in the form of that family."""
+
+
+async def resolve(host: str | None, port: int) -> list[SocketAddress]:
+    """Return the addresses at which to listen for peers that connect to `host`.
+
+    :param host: address or name; None for all addresses of this machine.
+    :param port: port to listen at, 0..65535.
+    :raises OSError: the name has no address.
+    """
+    found = await running_loop().getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE, family=socket.AF_UNSPEC
+    )
+    return [(family, address) for family, _, _, _, address in dict.fromkeys(found)]
 
 
 class TcpListener:
@@ -47,21 +64,16 @@ class TcpListener:
         self._retry: asyncio.TimerHandle | None = None
         self.addresses: list[Address] = []  # of the sockets; a forked child cannot get them from the sockets
 
-    async def open(self, host: str | None, port: int, backlog: int) -> None:
-        """Listen at all addresses of `host`, and accept peers. On failure, the caller has to call `close`.
+    def open(self, addresses: list[SocketAddress], backlog: int) -> None:
+        """Listen at some addresses, and accept peers. On failure, the caller has to call `close`.
 
-        :param host: address or name; None for all addresses of this machine.
-        :param port: port to listen at, 0..65535; 0 for a free port, the same for all addresses.
+        :param addresses: addresses that `resolve` returned. If their port is 0, a free one is used, the same for all.
         :param backlog: number of peers that the kernel queues for each address.
-        :raises OSError: the name has no address, an address is in use or does not belong to this machine, or no file
-            descriptor is left.
+        :raises OSError: an address is in use or does not belong to this machine, or no file descriptor is left.
         """
         self._loop = running_loop()
-        addresses = await self._loop.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE, family=socket.AF_UNSPEC
-        )
-        for family, _, _, _, address in dict.fromkeys(addresses):
-            if port == 0 and self.addresses:  # all addresses use the same port
+        for family, address in addresses:
+            if address[1] == 0 and self.addresses:
                 address = (address[0], self.addresses[0][1], *address[2:])
             self._listen(family, address, backlog)
         self.resume()

@@ -1,6 +1,7 @@
 """`abort` of connections and `close` of listeners and servers: at once, and from any place at any moment."""
 
 import asyncio
+import functools
 import gc
 import os
 import socket
@@ -23,6 +24,7 @@ from aioverbs import (
     connect,
     listen,
     open_device,
+    serve,
 )
 from aioverbs._connection.connection import end_of
 from aioverbs._connection.tcp_control import TcpControlChannel
@@ -31,7 +33,7 @@ from tests.capabilities import Capability, needs
 from tests.conftest import LOOP_FACTORIES
 from tests.connections.certificates import contexts
 from tests.connections.ends import SMALL, deeper, pair
-from tests.connections.serving import served
+from tests.connections.serving import echo, served
 from tests.core.children import in_child
 from tests.holding import hold, unhold
 from tests.listening import own_address
@@ -201,6 +203,28 @@ async def test_closing_a_server_ends_its_handlers_and_frees_its_port(device: Dev
         assert ended.is_set()
         assert server.statistics().connections == 0
         near.abort()
+
+
+@pytest.mark.every_way
+@pytest.mark.parametrize("make", [listen, functools.partial(serve, echo)], ids=["listener", "server"])
+@pytest.mark.parametrize("waits", [False, True], ids=["close", "aclose"])
+async def test_closing_while_listening_begins(device: Device, make: Callable[..., Any], waits: bool) -> None:
+    """Nothing listens afterwards: `open` waits for the addresses of the name at that moment."""
+    async with device.resource_domain() as domain:
+        each = make("localhost", domain=domain)
+        opening = asyncio.create_task(each.open())
+        await asyncio.sleep(0)
+        assert not opening.done()
+        if waits:
+            await each.aclose()
+        else:
+            each.close()
+        with pytest.raises(ClosedResourceError):
+            await opening
+        assert each.addresses == []
+        with pytest.raises(ClosedResourceError, match="make a new one"):
+            await each.open()
+        await each.aclose()
 
 
 async def test_unopened_listeners_and_servers_can_be_closed(device: Device) -> None:

@@ -101,17 +101,19 @@ async def establish(
             handshake.receive_ready(await control.receive())
         return pending.finish(control)
     except BaseException as error:
-        if isinstance(error, HandshakeError) and not error.by_peer:
-            with contextlib.suppress(OSError, BrokenResourceError, QueuePairStateError, WorkCompletionError):
-                await control.send(encode_reject(error))
-        try:
-            if not await pending.abort() and progress is not None:
-                progress.waiting_for = "the device did not resolve the peer's link-layer address"
+        try:  # with rdma_cm, a peer can make this end wait for the acknowledgement of REJECT, until it is cancelled
+            if isinstance(error, HandshakeError) and not error.by_peer:
+                with contextlib.suppress(OSError, BrokenResourceError, QueuePairStateError, WorkCompletionError):
+                    await control.send(encode_reject(error))
         finally:
-            if isinstance(error, Exception) or isinstance(control, CmControlChannel):
-                await control.aclose()
-            else:
-                control.abort()
+            try:
+                if not await pending.abort() and progress is not None:
+                    progress.waiting_for = "the device did not resolve the peer's link-layer address"
+            finally:
+                if isinstance(error, Exception) or isinstance(control, CmControlChannel):
+                    await control.aclose()
+                else:
+                    control.abort()
         raise
 
 

@@ -34,6 +34,7 @@ from aioverbs._connection import establishment
 from aioverbs._connection.connect import Transport
 from aioverbs._connection.handshake import Handshake, Hello, MessageType, Offer, Reason, Reject, body_size, parse
 from aioverbs._connection.shared_queues import lease_block
+from aioverbs._connection.tcp_control import TcpControlChannel
 from aioverbs._memory.buffer_pool import LeasedBuffer
 from aioverbs._verbs.base_domain import Domain
 from tests.connections.certificates import contexts
@@ -103,24 +104,50 @@ async def test_different_secret_is_refused(device: Device) -> None:
         await talks(listener, domain, secret=b"one")
 
 
+@contextlib.asynccontextmanager
+async def impostor() -> AsyncIterator[int]:
+    """A listener that claims to have the secret and cannot prove it. Gives its port."""
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        guess = Handshake(False, os.urandom(16), b"a guess")
+        guess.receive_hello((await heard(reader))[1])
+        writer.write(guess.hello())
+        _, offer = await heard(reader)
+        theirs, _ = Offer.parse_body(parse(offer)[2], 32)
+        writer.write(guess.offer(theirs))
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(talk, HOST, 0) as server:
+        yield server.sockets[0].getsockname()[1]
+
+
 async def test_a_listener_without_the_secret_is_refused(device: Device) -> None:
-    """The listener claims to have the secret and cannot prove it."""
-    async with device.resource_domain() as domain:
+    async with device.resource_domain() as domain, impostor() as port:
+        with pytest.raises(HandshakeError) as caught:
+            await connect(HOST, port, domain=domain, secret=b"the secret")
+        assert (caught.value.reason, caught.value.by_peer) == (Reason.SECRET, False)
 
-        async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            guess = Handshake(False, os.urandom(16), b"a guess")
-            guess.receive_hello((await heard(reader))[1])
-            writer.write(guess.hello())
-            _, offer = await heard(reader)
-            theirs, _ = Offer.parse_body(parse(offer)[2], 32)
-            writer.write(guess.offer(theirs))
-            await reader.read()
-            writer.close()
 
-        async with await asyncio.start_server(impostor, HOST, 0) as server:
-            with pytest.raises(HandshakeError) as caught:
-                await connect(HOST, server.sockets[0].getsockname()[1], domain=domain, secret=b"the secret")
-            assert (caught.value.reason, caught.value.by_peer) == (Reason.SECRET, False)
+async def test_a_refusal_that_is_cancelled_leaves_nothing(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over rdma_cm, sending waits for the peer's acknowledgement, which a refused peer may withhold."""
+    send, refusing = TcpControlChannel.send, []
+
+    async def send_and_wait(control: TcpControlChannel, data: bytes) -> None:
+        await send(control, data)
+        if parse(data)[0] is MessageType.REJECT:
+            refusing.append(control)
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(TcpControlChannel, "send", send_and_wait)
+    async with device.resource_domain() as domain, impostor() as port:
+        connecting = asyncio.ensure_future(connect(HOST, port, domain=domain, secret=b"the secret"))
+        await until(lambda: refusing)
+        connecting.cancel()
+        await asyncio.wait([connecting])
+        assert connecting.cancelled()
+        assert not [each for each in domain._lifecycle.children.values() if each.kind == "Connection"]
+        await until(lambda: refusing[0].fileno() == -1)
 
 
 async def test_another_version_is_refused(device: Device) -> None:

@@ -174,10 +174,11 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         owner = lifecycle.owner
         if end is None or owner is None or lifecycle.inherited or self.closed:
             return
-        lifecycle.suppress_warning = True
+        lifecycle.may_be_dropped = True
         if owner.owns():
             _abort(lifecycle, end)
             return
+        lifecycle.suppress_warning = True  # until `_abort` closes the connection
         try:
             assert owner.loop is not None
             owner.loop.call_soon_threadsafe(_abort, lifecycle, end)
@@ -547,16 +548,21 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
 def _abort(lifecycle: Lifecycle, end: ConnectionEnd) -> None:
     """Notify the peer of a connection, and close the connection without waiting. Call on the loop of the connection.
 
-    If another thread is executing a verb on the same unlocked domain, close the connection in a later turn of the loop.
+    If a verb is in flight on the same unlocked domain, close the connection in a later turn of the loop. The channel is
+    closed first, so that until then the end of the control channel does not count as the loss of the peer. If this
+    fails, dropping the connection closes it.
 
     :param lifecycle: node of the connection.
     :param end: this end of the connection.
     :raises VerbsError: a verb failed. The connection stays open, but no longer sends or receives.
     """
+    lifecycle.suppress_warning = False
+    end.stop()
     end.drain_now()
     try:
         lifecycle.abort()
     except ConcurrentAccessError:
+        lifecycle.suppress_warning = True
         running_loop().call_soon(_abort, lifecycle, end)
 
 

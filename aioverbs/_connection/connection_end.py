@@ -82,7 +82,7 @@ class ConnectionEnd:
         """
         self.grants.fail()
         if self.channel.broken is not None:
-            self._lifecycle.ended_by_peer = True
+            self._lifecycle.may_be_dropped = True
             if self.control is not None:
                 self.control.abort()  # tells the peer
 

@@ -250,10 +250,10 @@ class Lifecycle:
         "close_last",
         "drain",
         "drain_now",
-        "ended_by_peer",
         "forks",
         "kind",
         "label",
+        "may_be_dropped",
         "must_drain",
         "opener",
         "owner",
@@ -282,7 +282,7 @@ class Lifecycle:
         self._closing: _Closing | None = None  # current attempt, if the state is CLOSING
         self.opener: asyncio.AbstractEventLoop | None = None  # closes a device that was garbage-collected
         self.suppress_warning = False  # part of another resource, or warned of before
-        self.ended_by_peer = False  # dropping the resource loses nothing: it is closed without a warning
+        self.may_be_dropped = False  # dropping the resource loses nothing: it is closed without a warning
         self.user = user
         self._site = site
         self.serial = next(_serials)
@@ -792,7 +792,7 @@ class Lifecycle:
         children.reverse()
         children.sort(key=_is_closed_last)
         for child in children:
-            left_open = not (child.suppress_warning or child.ended_by_peer) and child.state is not CLOSING
+            left_open = not (child.suppress_warning or child.may_be_dropped) and child.state is not CLOSING
             try:
                 while not await child._close_as_part(interruptions, in_task):
                     await self._wait_for_child(child, interruptions)
@@ -867,8 +867,8 @@ class Lifecycle:
 
         The owner's loop closes the resource. Without an owner that has not ended, the resource is closed together with
         its parents, and a device by `reap`. Do nothing if the resource is not open, if its warning is turned off, or if
-        it was opened before this process was forked. Do not warn if its peer had ended it. A finalizer calls this, so
-        it calls no verb and takes no lock.
+        it was opened before this process was forked. Do not warn if nothing is lost by dropping it. A finalizer calls
+        this, so it calls no verb and takes no lock.
 
         :raises ResourceWarning: if warnings are turned into errors. The closing has been scheduled.
         """
@@ -884,7 +884,7 @@ class Lifecycle:
             if self.opener is not None:
                 with contextlib.suppress(RuntimeError):  # the loop is closed: the next open_device() calls `reap`
                     self.opener.call_soon_threadsafe(reap)
-        if not self.ended_by_peer:
+        if not self.may_be_dropped:
             _warn_open(self, "it was forgotten; use `async with`, or await aclose()")
 
     # ---- Inspection

@@ -1,6 +1,7 @@
 """`abort` of connections and `close` of listeners and servers: at once, and from any place at any moment."""
 
 import asyncio
+import errno
 import functools
 import gc
 import os
@@ -16,18 +17,22 @@ import pytest
 from aioverbs import (
     BrokenResourceError,
     ClosedResourceError,
+    ConcurrentAccessError,
     Connection,
     ConnectionListener,
     Device,
     ResourceState,
     ThreadModel,
+    VerbsError,
     connect,
     listen,
     open_device,
     serve,
 )
 from aioverbs._connection.connection import end_of
+from aioverbs._connection.connection_end import ConnectionEnd
 from aioverbs._connection.tcp_control import TcpControlChannel
+from aioverbs._lifecycle.lifecycle import Lifecycle
 from aioverbs.types import AccessFlags
 from tests.capabilities import Capability, needs
 from tests.conftest import LOOP_FACTORIES
@@ -100,6 +105,52 @@ async def test_abort_closes_everything_that_the_device_does_not_use() -> None:
         await ends.near.send(b"on its way")
         ends.near.abort()
         assert ends.near.closed
+
+
+async def test_a_connection_whose_abort_failed_is_closed_when_it_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with (
+        open_device("soft0", execution="inline") as device,
+        device.resource_domain() as domain,
+        listen("127.0.0.1", domain=domain, settings=SMALL) as listener,
+    ):
+        near = await connect("127.0.0.1", listener.port, domain=domain, settings=SMALL)
+        async with await listener.accept():
+            node = near._lifecycle
+            with monkeypatch.context() as patch:
+                patch.setattr(ConnectionEnd, "destroy", _fail)
+                with pytest.raises(VerbsError):
+                    near.abort()
+            assert node.state is ResourceState.OPEN
+            del near
+            gc.collect()
+            await until(lambda: node.state is ResourceState.CLOSED)
+
+
+def _fail(end: ConnectionEnd) -> None:
+    raise VerbsError("ibv_destroy_qp", errno.EIO)
+
+
+async def test_abort_within_a_verb(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a finalizer: the connection is closed after the verb, but nothing waits for that."""
+    async with pair(device) as ends:
+        abort, is_inside = Lifecycle.abort, True
+
+        def refuse(lifecycle: Lifecycle) -> None:
+            if is_inside and lifecycle is ends.near._lifecycle:
+                raise ConcurrentAccessError("a verb is in flight")
+            abort(lifecycle)
+
+        monkeypatch.setattr(Lifecycle, "abort", refuse)
+        waiting = asyncio.create_task(ends.near.receive())
+        await asyncio.sleep(0)
+        ends.near.abort()
+        assert is_notified(ends.far)
+        with pytest.raises(ClosedResourceError):
+            await waiting
+        await asyncio.sleep(0.1)
+        assert (ends.near.broken, ends.near.state) == (None, ResourceState.OPEN)
+        is_inside = False
+        await until(lambda: ends.near.closed)
 
 
 async def test_abort_with_tls_notifies_the_peer(device: Device, tmp_path: Path) -> None:

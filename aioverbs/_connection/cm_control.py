@@ -166,6 +166,9 @@ class CmControlChannel:
             state_machine.disconnect()
         return self.identifier.closed
 
+    def abandon(self) -> None:
+        """Do nothing: only the owner may call verbs; after the end of its loop, that is the one that closes the domain."""
+
     async def aclose(self) -> None:
         """Disconnect from the peer, close the identifier and release the reference to its channel, even if cancelled.
 

@@ -162,9 +162,10 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         `ClosedResourceError`. Memory that the device may still access stays pinned until the device is done; a
         background task then closes the rest, and `aclose` waits for that. Aborting twice has no effect.
 
-        On another thread or event loop than that of the connection, as in a finalizer, this only schedules the call on
-        the loop of the connection. If that loop is closed, the peer is notified (with rdma_cm, when the domain is
-        closed), and closing the domain closes the rest. In a forked child this method does nothing: the connection
+        On another thread or event loop than that of the connection, or while that loop does not run, this notifies the
+        peer (with rdma_cm, that is left to the loop or to the closing of the domain) and schedules the rest on the loop
+        of the connection. If that loop is closed, closing the domain closes the rest. A finalizer may be called on any
+        thread, on that of the loop too, within any call. In a forked child this method does nothing: the connection
         belongs to the parent.
 
         :raises VerbsError: a verb failed. If the connection is not `closed`, it no longer sends or receives, but can be
@@ -179,11 +180,10 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
             _abort(lifecycle, end)
             return
         lifecycle.suppress_warning = True  # until `_abort` closes the connection
-        try:
-            assert owner.loop is not None
+        assert owner.loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             owner.loop.call_soon_threadsafe(_abort, lifecycle, end)
-        except RuntimeError:  # the loop is closed
-            end.abandon()
+        end.abandon()  # only now, so that the loop finds the call before the end of the control channel
 
     def _open_end(self) -> ConnectionEnd:
         """Return this end of the connection, after checking that the connection is open.

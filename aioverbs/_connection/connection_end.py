@@ -9,7 +9,6 @@ from aioverbs._connection.liveness import Liveness
 from aioverbs._connection.message_channel import MessageChannel
 from aioverbs._connection.one_sided import OneSidedRequests
 from aioverbs._connection.settings import ConnectionSettings
-from aioverbs._connection.tcp_control import TcpControlChannel
 from aioverbs._core.handles import handles
 from aioverbs._lifecycle.affinity import Affinity
 from aioverbs._lifecycle.lifecycle import Lifecycle
@@ -114,12 +113,9 @@ class ConnectionEnd:
         return self.control is None or self.control.abort()
 
     def abandon(self) -> None:
-        """Notify the peer after the loop of the connection was closed, in any thread.
-
-        With rdma_cm, do nothing: only the owner may call its verbs, which the loop that closes the domain then is.
-        """
-        if isinstance(self.control, TcpControlChannel):
-            self.control.abort()
+        """Notify the peer at once, in any thread, if that needs no event loop: see `ControlChannel.abandon`."""
+        if self.control is not None:
+            self.control.abandon()
 
     def destroy(self) -> None:
         """Return the buffers to the pool that connections share, and call the callback set with `on_closed`."""

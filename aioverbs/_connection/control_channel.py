@@ -51,6 +51,12 @@ class ControlChannel(Protocol):
         :returns: True if nothing is left to do; False if `aclose` still has to be awaited.
         """
 
+    def abandon(self) -> None:
+        """Notify the peer at once if that needs no event loop, as with TCP. This can be called in any thread.
+
+        The channel stays open: `abort` has to be called on the loop, unless the loop is closed.
+        """
+
     async def aclose(self) -> None:
         """Close the channel, and wait a limited time for the peer to close its end.
 

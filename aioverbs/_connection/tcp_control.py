@@ -174,17 +174,41 @@ class TcpControlChannel(asyncio.Protocol):
                 self._transport.abort()
         return True
 
+    def abandon(self) -> None:
+        """Shut down the socket, so that the kernel notifies the peer, in any thread. In a forked child, do nothing.
+
+        The loop may close the socket at the same moment, and another file may get its number. Therefore this uses a
+        number of its own; if no descriptor is left, nothing is done.
+        """
+        if self._forks == forks.count and self._socket is not None and not self._closed.done():
+            with contextlib.suppress(OSError), self._socket.dup() as own:
+                self._shut_down_own(own)
+
     def _shut_down(self) -> None:
-        """Shut down the socket in both directions, which notifies the peer at once.
+        """Shut down the socket in both directions, which notifies the peer at once. This needs no free descriptor.
+
+        This is called on the loop, or after its end, so that nothing closes the socket in the meantime.
+        """
+        descriptor = self.fileno()
+        if descriptor < 0:
+            return
+        with contextlib.suppress(OSError):
+            borrowed = socket.socket(fileno=descriptor)
+            try:
+                self._shut_down_own(borrowed)
+            finally:
+                borrowed.detach()
+
+    def _shut_down_own(self, own: socket.socket) -> None:
+        """Shut down a socket that was made from the number of this channel's socket.
 
         A transport whose end has not been reported yet may have closed its descriptor, and the number may be that of
         another file by now. So the addresses are compared before the socket is shut down.
+
+        :raises OSError: the number is not that of a connected socket.
         """
-        if self._socket is None or self._closed.done():
-            return
-        with contextlib.suppress(OSError), self._socket.dup() as own:
-            if self._addresses == {"sockname": own.getsockname(), "peername": own.getpeername()}:
-                own.shutdown(socket.SHUT_RDWR)
+        if self._addresses == {"sockname": own.getsockname(), "peername": own.getpeername()}:
+            own.shutdown(socket.SHUT_RDWR)
 
     def _abandon_if_loop_gone(self) -> bool:
         """Return whether the transport must not be used, because its event loop is closed or belongs to the parent.

@@ -417,7 +417,8 @@ class Acceptor:
             await channel.release()
 
     def close(self, on_idle: Callable[[], object]) -> None:
-        """Stop accepting peers and end all handshakes and handlers, without waiting. Call on the acceptor's loop.
+        """Stop accepting peers and end all handshakes and handlers, without waiting. Call on the acceptor's loop, or on
+        its thread while the loop does not run, which does the rest if it runs again.
 
         When this returns, the port is free and the peers have been notified. With TLS, peers in the TLS handshake are
         notified in a later turn of the loop, as are those on a worker of a pool.
@@ -426,7 +427,8 @@ class Acceptor:
         """
         self._stop_accepting()
         if self._cm is not None:
-            lifecycle_of(self._cm[1]).abort()
+            if self._owner is not None and self._owner.owns():
+                lifecycle_of(self._cm[1]).abort()
             self._run_to_close(self._close_cm())
         for task, pending in self._tasks.items():
             pending.abort()

@@ -1,5 +1,6 @@
 """Base of listeners and servers: opening and closing of an acceptor, and the check of the owner."""
 
+import threading
 from typing import Self
 
 import anyio.abc
@@ -37,6 +38,7 @@ class AcceptorResource(anyio.abc.AsyncResource):
         self._acceptor = acceptor
         self._parent = parent  # domain or pool that the connections are created on
         self._owner: Affinity | None = None  # None until opened
+        self._thread = 0  # of the loop that opened it
         self._closed = False
 
     def __repr__(self) -> str:
@@ -61,7 +63,7 @@ class AcceptorResource(anyio.abc.AsyncResource):
         if self._owner is not None or self._closed:
             raise ClosedResourceError(f"{self!r} cannot be opened again: make a new one")
         self._check_caller("open")
-        self._owner = Affinity.of_running_loop()
+        self._owner, self._thread = Affinity.of_running_loop(), threading.get_ident()
         try:
             lifecycle_of(self._parent).attach(self._acceptor)
             await self._acceptor.open(*self._listen_args)
@@ -109,24 +111,27 @@ class AcceptorResource(anyio.abc.AsyncResource):
         handshake, which the loops notify in their next turns. The rest is done in the background, and `aclose` waits
         for that. Closing twice has no effect.
 
-        On another thread or event loop than the one that opened this object, as in a finalizer, this only schedules the
-        call on that loop. If that loop is closed, the TCP sockets are closed here. In a forked child this method does
-        nothing: the object belongs to the parent.
+        On another thread than that of the loop that opened this object, or while another loop is running, this only
+        schedules the call on that loop. If that loop is closed, the TCP sockets are closed here. A finalizer may be
+        called on any thread, on that of the loop too, within any call. In a forked child this method does nothing: the
+        object belongs to the parent.
         """
         owner = self._owner
         if owner is None or self._closed or owner.inherited:
             return
-        if owner.owns():
+        loop = owner.loop
+        assert loop is not None
+        is_stopped_here = not loop.is_running() and not loop.is_closed() and self._thread == threading.get_ident()
+        if owner.owns() or is_stopped_here:  # no other thread uses the loop's objects
             self._close_now()
             return
         try:
-            assert owner.loop is not None
-            owner.loop.call_soon_threadsafe(self._close_now)
+            loop.call_soon_threadsafe(self._close_now)
         except RuntimeError:  # the loop is closed
             self._acceptor.destroy()
 
     def _close_now(self) -> None:
-        """Do the work of `close` on the loop that opened this object."""
+        """Do the work of `close` on the loop that opened this object, or on its thread while the loop does not run."""
         lifecycle_of(self._parent).detach(self._acceptor)
         self._acceptor.close(self._set_closed)
 

@@ -5,6 +5,7 @@ import errno
 import functools
 import gc
 import os
+import resource
 import socket
 import threading
 import warnings
@@ -151,6 +152,22 @@ async def test_abort_within_a_verb(device: Device, monkeypatch: pytest.MonkeyPat
         assert (ends.near.broken, ends.near.state) == (None, ResourceState.OPEN)
         is_inside = False
         await until(lambda: ends.near.closed)
+
+
+async def test_abort_without_a_free_descriptor_notifies_the_peer(device: Device) -> None:
+    async with pair(device) as ends:
+        control, (soft, hard) = end_of(ends.far).control, resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert isinstance(control, TcpControlChannel)
+        with socket.socket(fileno=os.dup(control.fileno())) as far:
+            os.close(lowest := os.dup(far.fileno()))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+            try:
+                with pytest.raises(OSError, match="Too many open files"):
+                    os.dup(far.fileno())
+                ends.near.abort()
+                assert far.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 async def test_abort_with_tls_notifies_the_peer(device: Device, tmp_path: Path) -> None:
@@ -383,6 +400,32 @@ def test_abort_after_the_end_of_the_loop_notifies_the_peer() -> None:
         assert is_notified(left.far)
         asyncio.run(left.device.aclose())
         gc.collect()
+
+
+@pytest.mark.parametrize("runs_again", [False, True])
+@pytest.mark.parametrize("factory", LOOP_FACTORIES.values(), ids=LOOP_FACTORIES)
+def test_everything_can_be_left_while_the_loop_is_stopped(
+    factory: Callable[[], asyncio.AbstractEventLoop], runs_again: bool
+) -> None:
+    """The peer is notified and the port is free; the rest is done if the loop runs again, else with the device."""
+    left = _Left()
+    loop = factory()
+    loop.run_until_complete(left.open())
+    port = left.listener.port
+    left.near.abort()
+    left.listener.close()
+    assert is_notified(left.far)
+    assert is_free(port)
+    left.near.abort()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # of what was left open, asyncio's transports among it
+        if runs_again:
+            loop.run_until_complete(until(lambda: left.near.closed))
+            loop.run_until_complete(left.listener.aclose())
+        loop.close()
+        asyncio.run(left.device.aclose())
+        gc.collect()
+    assert left.near.closed
 
 
 # ---- By others

@@ -167,7 +167,7 @@ class CmControlChannel:
         return self.identifier.closed
 
     def abandon(self) -> None:
-        """Do nothing: only the owner may call verbs; after the end of its loop, that is the one that closes the domain."""
+        """Do nothing: only the owner may call verbs. After the end of its loop, the domain's closing does the rest."""
 
     async def aclose(self) -> None:
         """Disconnect from the peer, close the identifier and release the reference to its channel, even if cancelled.

@@ -216,9 +216,11 @@ class Acceptor:
     # for a handshake is free, peers wait in the kernel's backlog (with rdma_cm, one of them waits here). If no
     # handshake ends in the meantime, the oldest one whose peer owes the next message for half a second is expired;
     # peers that are not known to have sent anything are expired first. So silent peers delay an honest peer by half a
-    # second for every `max_handshakes` of them that arrived earlier, but cannot keep it out; and peers that answer in
-    # time are not expired, however long a busy process takes for all of them. A handshake has three messages, so a
-    # peer cannot win more than three times that time by sending them as late as it may.
+    # second for every `max_handshakes` of them that arrived earlier, but cannot keep it out as long as the backlog has
+    # room. The kernel drops the attempts of peers that find it full: their hosts repeat them at growing intervals, and
+    # an honest peer among very many silent ones may time out. Peers that answer in time are not expired, however long a
+    # busy process takes for all of them. A handshake has three messages, so a peer cannot win more than three times
+    # that time by sending them as late as it may.
 
     def _is_full(self) -> bool:
         """Return whether there are ``max_connections`` connections, so that further peers are refused."""
@@ -426,14 +428,15 @@ class Acceptor:
         :param on_idle: called without arguments when all tasks have ended, within this call if there is none.
         """
         self._stop_accepting()
-        if self._cm is not None:
-            if self._owner is not None and self._owner.owns():
-                lifecycle_of(self._cm[1]).abort()
-            self._run_to_close(self._close_cm())
-        for task, pending in self._tasks.items():
+        for pending in self._tasks.values():
             pending.abort()
-            task.cancel()
+        self._cancel_tasks()
         self._on_idle = on_idle
+        if self._cm is not None:
+            self._run_to_close(self._close_cm())
+            if self._owner is not None and self._owner.owns():
+                with contextlib.suppress(VerbsError):  # `_close_cm` tries again, and `stop` after that
+                    lifecycle_of(self._cm[1]).abort()
         self._report_idle()
 
     def _report_idle(self) -> None:
@@ -486,9 +489,15 @@ class Acceptor:
         :param timeout_s: limit of waiting in seconds; None for no limit.
         :returns: True if all tasks have ended; False if some tasks are still running after the limit.
         """
-        for task in self._tasks:
-            task.cancel()
+        self._cancel_tasks()
         return await self.wait(timeout_s)
+
+    def _cancel_tasks(self) -> None:
+        """Cancel the tasks of all handshakes and handlers, each only once: a second time would cancel its cleanup."""
+        for task, pending in self._tasks.items():
+            if not pending.is_cancelled:
+                pending.is_cancelled = True
+                task.cancel()
 
 
 async def _close_refused(control: CmControlChannel) -> None:

@@ -39,6 +39,7 @@ class AcceptorResource(anyio.abc.AsyncResource):
         self._parent = parent  # domain or pool that the connections are created on
         self._owner: Affinity | None = None  # None until opened
         self._thread = 0  # of the loop that opened it
+        self._is_closing = False  # `close` was called
         self._closed = False
 
     def __repr__(self) -> str:
@@ -117,7 +118,7 @@ class AcceptorResource(anyio.abc.AsyncResource):
         object belongs to the parent.
         """
         owner = self._owner
-        if owner is None or self._closed or owner.inherited:
+        if owner is None or self._is_closing or self._closed or owner.inherited:
             return
         loop = owner.loop
         assert loop is not None
@@ -132,6 +133,7 @@ class AcceptorResource(anyio.abc.AsyncResource):
 
     def _close_now(self) -> None:
         """Do the work of `close` on the loop that opened this object, or on its thread while the loop does not run."""
+        self._is_closing = True
         lifecycle_of(self._parent).detach(self._acceptor)
         self._acceptor.close(self._set_closed)
 

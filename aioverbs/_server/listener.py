@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import logging
 from collections import deque
 from collections.abc import AsyncIterator
 from typing import Self
@@ -17,9 +18,11 @@ from aioverbs._server.acceptor import Acceptor
 from aioverbs._server.acceptor_resource import AcceptorResource, make_accept_settings
 from aioverbs._server.pending_peer import PendingPeer
 from aioverbs._verbs.base_domain import Domain
-from aioverbs.errors import ClosedResourceError
+from aioverbs.errors import ClosedResourceError, VerbsError
 
 __all__ = ["ConnectionListener", "listen"]
+
+logger = logging.getLogger("aioverbs")
 
 
 class ConnectionListener(AcceptorResource):
@@ -50,6 +53,7 @@ class ConnectionListener(AcceptorResource):
         super().__init__((host, port, backlog, transport, domain), Acceptor(accept_settings, self._on_peer), domain)
         self._accept_settings = accept_settings
         self._ready: deque[Connection] = deque()
+        self._aborted: list[Connection] = []  # instead of being accepted; `aclose` waits for their end
         self._waiters: deque[asyncio.Future[None]] = deque()
         self._open = False
 
@@ -140,8 +144,17 @@ class ConnectionListener(AcceptorResource):
         self._open = False
         super()._close_now()
         self._end_waiting()
+        self._abort_ready()
+
+    def _abort_ready(self) -> None:
+        """Abort the connections that `accept` has not returned. A failure is logged, and left to `aclose`."""
         while self._ready:
-            self._ready.popleft().abort()
+            connection = self._ready.popleft()
+            self._aborted.append(connection)
+            try:
+                connection.abort()
+            except VerbsError as error:
+                logger.warning("a connection that was not accepted could not be closed: %s", error)
 
     def _end_waiting(self) -> None:
         """End all waiting calls to `accept`."""
@@ -160,7 +173,8 @@ class ConnectionListener(AcceptorResource):
         :raises VerbsError: the rdma_cm listener or a connection cannot be closed. The listener accepts no more peers,
             and can be closed again.
         """
-        if self._inherited or self._closed:
+        is_done = self._closed and not self._aborted and not self._acceptor.is_listening
+        if self._inherited or is_done:
             return
         if self._orphaned:
             self._waiters.clear()  # the waiters belong to the closed loop
@@ -182,10 +196,10 @@ class ConnectionListener(AcceptorResource):
         finally:
             await self._acceptor.cancel()
             self._end_waiting()
-            while self._ready:
-                connection = self._ready.popleft()
-                connection.abort()
+            self._abort_ready()
+            for connection in tuple(self._aborted):
                 await connection.aclose()
+            self._aborted.clear()
         self._closed = True
 
 

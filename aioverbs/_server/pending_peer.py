@@ -51,6 +51,7 @@ class PendingPeer:
         """Number of the pool's worker that handles the peer; None if no worker has been chosen."""
         self.timeout: asyncio.Timeout | None = None  # limit of the handshake
         self.is_expiring = False
+        self.is_cancelled = False  # the task of the peer was cancelled
         self._loop = running_loop()
         self.silence = 0  # intervals since the last message, while other peers waited
         self._counted = 0  # messages of the peer when `silence` was last counted

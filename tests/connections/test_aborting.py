@@ -1,6 +1,7 @@
 """`abort` of connections and `close` of listeners and servers: at once, and from any place at any moment."""
 
 import asyncio
+import contextlib
 import errno
 import functools
 import gc
@@ -271,6 +272,71 @@ async def test_closing_a_server_ends_its_handlers_and_frees_its_port(device: Dev
         assert ended.is_set()
         assert server.statistics().connections == 0
         near.abort()
+
+
+async def test_closing_twice_does_not_cancel_the_cleanup_of_a_handler(device: Device) -> None:
+    seen: list[str] = []
+
+    async def handler(connection: Connection) -> None:
+        try:
+            await connection.receive()
+        except asyncio.CancelledError:
+            seen.append("cancelled")
+            await asyncio.sleep(0.1)
+            seen.append("cleaned up")
+            raise
+
+    async with device.resource_domain() as domain:
+        server = await served(domain, handler, drain_timeout_s=0).open()
+        async with connect("127.0.0.1", server.port, domain=domain, settings=SMALL):
+            await until(lambda: server.statistics().connections)
+            server.close()
+            await until(lambda: seen)
+            server.close()
+            await server.aclose()
+            assert seen == ["cancelled", "cleaned up"]
+
+
+@contextlib.asynccontextmanager
+async def not_accepted(device: Device, count: int) -> AsyncIterator[tuple[ConnectionListener, list[Connection]]]:
+    """Give a listener and connections that it has not accepted."""
+    async with device.resource_domain() as domain:
+        listener = await listen(HOST, domain=domain, settings=SMALL).open()
+        nears = [await connect(HOST, listener.port, domain=domain, settings=SMALL) for _ in range(count)]
+        await until(lambda: len(listener._ready) == count)
+        yield listener, list(listener._ready)
+        for near in nears:
+            near.abort()
+
+
+async def test_aclose_after_close_waits_for_the_connections(device: Device) -> None:
+    async with not_accepted(device, 3) as (listener, connections):
+        for each in connections:
+            each._lifecycle.drain_now = lambda: False  # so that the rest is done in the background
+        listener.close()
+        assert not any(each.closed for each in connections)
+        await until(lambda: listener._closed)
+        await listener.aclose()
+        assert all(each.closed for each in connections)
+
+
+async def test_a_connection_that_cannot_be_closed_does_not_keep_the_others_open(
+    device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with not_accepted(device, 3) as (listener, connections):
+        failing = connections[0]._lifecycle
+        drain_now, failing.drain_now = failing.drain_now, _fail_to_drain
+        listener.close()
+        assert "could not be closed: ibv_destroy_qp" in caplog.text
+        await until(lambda: all(each.closed for each in connections[1:]))
+        assert connections[0].state is ResourceState.OPEN
+        failing.drain_now = drain_now
+        await listener.aclose()
+        assert connections[0].closed
+
+
+def _fail_to_drain() -> bool:
+    raise VerbsError("ibv_destroy_qp", errno.EIO)
 
 
 @pytest.mark.every_way

@@ -69,11 +69,11 @@ class ChannelState:
         """
         self._callbacks.append(callback)
 
-    def _end(self) -> None:
-        """Call the functions passed to `when_ended`, and wake the callers of `wait_broken`."""
+    def _report_end(self) -> None:
+        """Wake the callers of `wait_broken`, then call the functions passed to `when_ended`, which may raise."""
+        self._ended.notify()
         for callback in self._callbacks:
             callback()
-        self._ended.notify()
 
     def fail(self, reason: str, cause: BaseException | None = None) -> None:
         """Mark the channel as broken, fail all waiting callers and move the queue pair to ERR.
@@ -87,8 +87,10 @@ class ChannelState:
         if self.broken is not None:
             return
         self.broken = self._broken_error(reason, cause)
-        self._end()
-        self._end_queue_pair()
+        try:
+            self._report_end()
+        finally:
+            self._end_queue_pair()
 
     def _broken_error(self, reason: str, cause: BaseException | None) -> BrokenResourceError:
         """Return a new exception that says why the channel is broken: see `fail`."""
@@ -112,7 +114,8 @@ class ChannelState:
         """Return the exception that a failed request of the connection raises. This is called in any thread.
 
         A request that the peer's device refused keeps its own error. All others ended because the peer is gone, or
-        because the queue pair had failed before or was closed.
+        because the queue pair had failed before or was closed. Only the owner can fail the channel, which it does when
+        the receives are flushed; in another thread, the error of the request itself is the cause until then.
 
         :param error: error of the request.
         """
@@ -120,6 +123,8 @@ class ChannelState:
             return error
         if self.owner.owns():
             self.fail_queue_pair(error)
+        elif self.broken is None and not self.closed:
+            return self._broken_error(str(error), error)
         return self.closed_error()
 
     def _end_queue_pair(self) -> None:
@@ -144,7 +149,7 @@ class ChannelState:
         The queue pair stays open: the connection's lifecycle closes it next.
         """
         self.closed = True
-        self._end()
+        self._report_end()
 
     async def wait_broken(self) -> BrokenResourceError:
         """Wait until the channel breaks, and return the exception that `fail` set.

@@ -71,7 +71,7 @@ class MessageReceiver:
         self._is_pending = False  # a task waits for a message
         self._handshake_messages_left = _UNLIMITED
         self.inbox = Inbox(state.receive_queue, self._on_received, self._on_flushed)
-        state.when_ended(self._end)
+        state.when_ended(self._end_inbox)
 
     def post_receives(self) -> None:
         """Post all receives to the queue pair, which the caller has moved to INIT.
@@ -279,7 +279,7 @@ class MessageReceiver:
             return _DEFERRED
         return None
 
-    def _end(self) -> None:
+    def _end_inbox(self) -> None:
         """End the inbox with the exception for later calls, and drop the incomplete message."""
         close_inbox(self.inbox, self._state.closed_error())
         self._assembly.drop()

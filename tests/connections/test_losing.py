@@ -16,7 +16,9 @@ from aioverbs import (
     ClosedResourceError,
     Connection,
     Device,
+    QpState,
     ResourceState,
+    WcOpcode,
     WcStatus,
     WorkCompletionError,
     connect,
@@ -178,6 +180,36 @@ async def test_a_lost_connection_can_be_dropped(device: Device, drop: str) -> No
             await other.aclose()
         assert node.state is ResourceState.CLOSED
         assert not [str(each.message) for each in caught if "Connection" in str(each.message)]
+
+
+async def test_a_failed_request_that_another_thread_asks_about_first(device: Device) -> None:
+    """Before the owner knows that the connection is lost: the connection was not closed by this end."""
+    async with pair(device) as ends:
+        channel = end_of(ends.near).channel
+        failure = WorkCompletionError(WcStatus.RETRY_EXC_ERR, WcOpcode.RDMA_WRITE, 0, ends.near.qp.qp_num)
+        error = await asyncio.to_thread(channel._explain, failure)
+        assert type(error) is BrokenResourceError
+        assert error.__cause__ is failure
+        assert ends.near.broken is None
+
+
+async def test_an_exception_while_the_loss_is_reported(device: Device) -> None:
+    """`wait_lost` returns, and the queue pair fails, all the same."""
+    reported: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context["exception"]))
+    async with pair(device) as ends:
+        mistake = RuntimeError("a planted mistake")
+
+        def fail() -> None:
+            if not reported:
+                raise mistake
+
+        end_of(ends.near).channel.when_ended(fail)
+        ends.far.abort()
+        async with asyncio.timeout(patience(10)):
+            await ends.near.wait_lost()
+        assert reported == [mistake]
+        assert ends.near.qp.query().qp_state is QpState.ERR
 
 
 class _Mark:

@@ -49,6 +49,16 @@ def _parent_of(domain: Domain | None, pool: WorkerPool | None) -> Domain | Worke
     raise ValueError("pass exactly one of `domain` and `pool`")
 
 
+def _check_drain_timeout(name: str, timeout_s: float) -> None:
+    """Check that a time for handlers to end is 0 or more.
+
+    :param name: name of the argument, for the error message.
+    :raises ValueError: the time is negative or not a number.
+    """
+    if not timeout_s >= 0:
+        raise ValueError(f"`{name}` must be 0 or more, got {timeout_s}")
+
+
 class Server(AcceptorResource):
     """Server that calls a handler with each connection. Use `serve` to create one.
 
@@ -72,8 +82,8 @@ class Server(AcceptorResource):
     :param transport: ``"tcp"``, ``"rdmacm"`` or ``"auto"``.
     :param backlog: number of peers that the kernel queues until they are accepted.
     :param drain_timeout_s: time in seconds that handlers have to end when the server stops.
-    :raises ValueError: `port` is not in 0..65535, not exactly one of `domain` and `pool` is given, or arguments cannot
-        be combined.
+    :raises ValueError: `port` is not in 0..65535, `drain_timeout_s` is negative or not a number, not exactly one of
+        `domain` and `pool` is given, or arguments cannot be combined.
     :raises pickle.PicklingError: the workers are processes, and the service cannot be pickled. `pickle` may raise other
         exceptions instead.
     """
@@ -99,6 +109,7 @@ class Server(AcceptorResource):
             raise ValueError(
                 "an SSLContext cannot be sent to worker processes: pass a function of a module that makes one"
             )
+        _check_drain_timeout("drain_timeout_s", drain_timeout_s)
         super().__init__(
             (host, port, backlog, transport, domain), Acceptor(service.accept_settings, self._on_peer), parent
         )
@@ -204,17 +215,19 @@ class Server(AcceptorResource):
             given to `serve`. If there are several concurrent calls, the earliest deadline counts.
         :raises AffinityError: an event loop other than the one that opened the server is running; nothing was done.
         :raises ForkedProcessError: the server was opened in the process that this one was forked from.
+        :raises ValueError: `timeout_s` is negative or not a number.
         :raises VerbsError: the rdma_cm listener cannot be closed. This is raised when the handlers have ended. The
             server counts as closed nevertheless, and the next call tries again to close the listener.
         """
-        if self._orphaned:
+        wait_s = self._drain_timeout_s if timeout_s is None else timeout_s
+        _check_drain_timeout("timeout_s", wait_s)
+        if self._orphaned and not self._inherited:
             await self._stop_orphaned()
             return
         self._check_caller("drain")
         if self._closed:
             await self._acceptor.stop()
             return
-        wait_s = self._drain_timeout_s if timeout_s is None else timeout_s
         deadline = anyio.current_time() + wait_s
         # cancelled before its first step
         if self._stopping is None or self._drain_scope is None or self._stopping.cancelled():
@@ -365,7 +378,7 @@ def serve(
     :param max_handshakes: as for `listen`.
     :param max_connections: as for `listen`.
     :param backlog: as for `listen`.
-    :param drain_timeout_s: time in seconds that handlers have to end when the server stops.
+    :param drain_timeout_s: time in seconds that handlers have to end when the server stops, 0 or more.
     :returns: a server to open with ``async with``. It does not listen until it is open.
     :raises ValueError: an argument is out of range, not exactly one of `domain` and `pool` is given, or arguments
         cannot be combined.

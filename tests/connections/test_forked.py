@@ -3,7 +3,9 @@
 import asyncio
 import sys
 
-from aioverbs import Device, connect, listen
+import pytest
+
+from aioverbs import Device, ForkedProcessError, connect, listen
 from tests.connections.ends import HOST, SMALL, works
 from tests.connections.serving import asked, served
 from tests.core.children import in_child
@@ -92,7 +94,13 @@ async def test_closing_in_a_forked_child_does_nothing(device: Device) -> None:
                 await listener.aclose()
                 await server.aclose()
 
+        async def drain() -> None:
+            for method in (server.drain, server.wait_closed):
+                with pytest.raises(ForkedProcessError):
+                    await method()
+
         in_child(lambda: asyncio.run(close()))
+        await asyncio.to_thread(in_child, lambda: asyncio.run(drain()))  # the thread of the server's loop is missing
         await works(near, far)
         async with connect(HOST, listener.port, domain=domain, settings=SMALL) as late, await listener.accept() as peer:
             await works(late, peer)

@@ -149,6 +149,18 @@ async def test_stop_waits_for_handlers(device: Device) -> None:
         await waiting
 
 
+@pytest.mark.parametrize("timeout_s", [-1, float("nan")])
+async def test_invalid_times_to_drain(device: Device, timeout_s: float) -> None:
+    async with device.resource_domain() as domain:
+        with pytest.raises(ValueError, match="`drain_timeout_s` must be 0 or more"):
+            served(domain, drain_timeout_s=timeout_s)
+        async with served(domain) as server:
+            with pytest.raises(ValueError, match="`timeout_s` must be 0 or more"):
+                await server.drain(timeout_s)
+            async with asked(server, domain):
+                pass
+
+
 @pytest.mark.every_way
 async def test_stop_cancels_handlers_after_the_deadline(device: Device) -> None:
     """The peers find their connections broken."""

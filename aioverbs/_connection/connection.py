@@ -222,6 +222,10 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
     def qp(self) -> QueuePair:
         """The `QueuePair` of this end. Only the connection itself may post sends and receives on it.
 
+        A request that ended because the peer is gone, or that was flushed, raises `BrokenResourceError` or
+        `ClosedResourceError` when it is awaited, like the one-sided requests of the connection, and not
+        `WorkCompletionError`.
+
         :raises ClosedResourceError: the connection is closed.
         """
         return self._open_end().qp

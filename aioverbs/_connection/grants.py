@@ -144,7 +144,7 @@ class RemoteGrant:
 
 
 class Grants:
-    """All grants of a connection, in both directions. The lifecycle holds this object and not the user's `Connection`.
+    """All grants of a connection, in both directions.
 
     Revoking, with this end as the granter:
 

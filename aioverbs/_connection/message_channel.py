@@ -39,7 +39,7 @@ class ConnectionStatistics:
 
 
 class MessageChannel(ChannelState):
-    """Messages over the queue pair of a connection. The lifecycle holds this object and not the user's `Connection`.
+    """Messages over the queue pair of a connection.
 
     Each message uses a receive of the peer. The sender has a credit for each receive that the peer has posted, so no
     send is ever answered with an RNR NAK. A receive is posted again as soon as its bytes are copied, but its credit is

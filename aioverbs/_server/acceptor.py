@@ -418,6 +418,13 @@ class Acceptor:
             self._cm = None
             await channel.release()
 
+    async def _close_cm_or_warn(self) -> None:
+        """Close the rdma_cm listener as `_close_cm` does. If that fails, log it; `stop` tries again."""
+        try:
+            await self._close_cm()
+        except VerbsError as error:
+            logger.warning("the rdma_cm listener could not be closed: %s", error)
+
     def close(self, on_idle: Callable[[], object]) -> None:
         """Stop accepting peers and end all handshakes and handlers, without waiting. Call on the acceptor's loop, or on
         its thread while the loop does not run, which does the rest if it runs again.
@@ -433,9 +440,9 @@ class Acceptor:
         self._cancel_tasks()
         self._on_idle = on_idle
         if self._cm is not None:
-            self._run_to_close(self._close_cm())
+            self._run_to_close(self._close_cm_or_warn())
             if self._owner is not None and self._owner.owns():
-                with contextlib.suppress(VerbsError):  # `_close_cm` tries again, and `stop` after that
+                with contextlib.suppress(VerbsError):  # the task tries again
                     lifecycle_of(self._cm[1]).abort()
         self._report_idle()
 

@@ -42,6 +42,7 @@ from aioverbs._verbs.qp_state_machine import QpAttrs
 from aioverbs.addresses import Address
 from aioverbs.gid_selection import Gid
 from aioverbs.rdma_cm import Listener as CmListener, listener as rdma_cm_listener
+from aioverbs.rdma_cm.cm_id import look_up as find_address
 from aioverbs.rdma_cm.state_machine import CmState
 from tests.connections.ends import HOST, SMALL, root_of
 from tests.connections.serving import asked, served
@@ -232,6 +233,34 @@ async def test_cancelled_listen_leaves_no_channel(device: Device, monkeypatch: p
     assert descriptors() == before
 
 
+async def test_closing_while_rdma_cm_begins_to_listen(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The port of TCP is free at once, and nothing is left of rdma_cm."""
+    looking, go_on = asyncio.Event(), asyncio.Event()
+
+    async def look_up(host: str, port: int) -> Address:
+        looking.set()
+        await go_on.wait()
+        return await find_address(host, port)
+
+    monkeypatch.setattr(acceptor_module, "uses_rdma_cm", lambda transport, domain, ssl: True)
+    monkeypatch.setattr(rdma_cm_listener, "look_up", look_up)
+    before = descriptors_at_first()
+    with connection_manager():
+        async with device.resource_domain() as domain:
+            listener = listen(HOST, domain=domain, settings=SMALL)
+            opening = asyncio.create_task(listener.open())
+            await looking.wait()
+            port = listener.port
+            listener.close()
+            with pytest.raises(ConnectionRefusedError):
+                await connect(HOST, port, domain=domain, transport="tcp")
+            go_on.set()
+            with pytest.raises(ClosedResourceError):
+                await opening
+            assert listener.addresses == []
+    assert descriptors() == before
+
+
 @pytest.fixture
 def _rdma_cm_listens(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let listeners and servers accept peers with a fake of rdma_cm, too."""
@@ -345,6 +374,30 @@ async def test_callers_of_accept_are_notified_if_the_rdma_cm_listener_cannot_be_
         with pytest.raises(VerbsError, match="rdma_destroy_id"):
             await listener.aclose()
         async with asyncio.timeout(patience(10)):
+            with pytest.raises(ClosedResourceError):
+                await accepting
+        assert not found.closed
+        await listener.aclose()
+        assert found.closed, "the listener has not forgotten it"
+
+
+@pytest.mark.usefixtures("_rdma_cm_listens")
+async def test_close_ends_the_handshakes_if_the_rdma_cm_listener_cannot_be_closed(
+    device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with device.resource_domain() as domain:
+        listener = await listen(HOST, domain=domain, settings=SMALL).open()
+        accepting = asyncio.create_task(listener.accept())
+        found = rdma_cm_listener_of(listener)
+        with socket.create_connection((HOST, listener.port)):
+            await until(lambda: listener.statistics().handshakes)
+            with monkeypatch.context() as patch:
+                patch.setattr(
+                    StubIdentifier, "destroy", mock.Mock(side_effect=VerbsError("rdma_destroy_id", errno.EBUSY))
+                )
+                listener.close()
+                await until(lambda: "the rdma_cm listener could not be closed" in caplog.text)
+                await until(lambda: not listener.statistics().handshakes)
             with pytest.raises(ClosedResourceError):
                 await accepting
         assert not found.closed

@@ -259,7 +259,7 @@ async def test_a_pool_is_not_closed_without_a_loop_for_its_background_task(devic
         async with domain.shared_receive_queue(8) as srq:
             with await pool.lease() as buffer:
                 receive = srq.receive(buffer)
-            with pytest.raises(RuntimeError, match="no running event loop"):
+            with pytest.raises(RuntimeError, match="no asyncio event loop is running"):
                 await asyncio.to_thread(pool.aclose().send, None)
             assert in_child(lambda: ends_at_once(pool.aclose()))  # the pool is the parent's: nothing is done
             states = [pool.state]

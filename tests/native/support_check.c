@@ -5,7 +5,7 @@
 #include <stdatomic.h>
 #include <unistd.h>
 
-#define CASE_LIMIT_S (UNDER_TSAN ? 200u : 60u)
+#define CASE_LIMIT_S (UNDER_TSAN ? 200u : 100u)
 #define DELAY_NS 200000u
 
 static const struct check_variant variants[] = {

@@ -6,7 +6,7 @@
 
 /* `nox -s aarch64` defines a longer time. */
 #ifndef WAIT_S
-#define WAIT_S (UNDER_TSAN ? 30 : 10)
+#define WAIT_S 30
 #endif
 
 uint64_t now_ns(void); /* CLOCK_MONOTONIC */

@@ -72,6 +72,36 @@ static void silent_peers_do_not_keep_honest_ones_out(void)
     close_both();
 }
 
+/* A process that is late itself ends no handshake whose last message has come meanwhile. */
+static void a_late_process_completes_a_handshake(void)
+{
+    uint8_t hello[SOFT_HELLO_SIZE], welcome[SOFT_WELCOME_SIZE], proof[SOFT_PROOF_SIZE];
+    static const uint8_t none[SOFT_DIGEST];
+    int fd, silent;
+
+    new_directory();
+    a = node_open();
+    b = node_open();
+    REQUIRE_EQ(soft_fabric_listen(&b->device), 0);
+    fd = raw_connect(b);
+    silent = raw_connect(b);
+    raw_hello(fd, b, hello);
+    REQUIRE(raw_read(fd, welcome, sizeof(welcome)));
+    EVENTUALLY(stats_of(b).streams == 2);
+    soft_mutex_take(&b->device.fabric->progress);
+    soft_proof_pack(none, proof);
+    CHECK_EQ(send(fd, proof, sizeof(proof), MSG_NOSIGNAL), SOFT_PROOF_SIZE);
+    soft_fabric_sweep(b->device.fabric, now_ns() + SOFT_HANDSHAKE_NS);
+    soft_mutex_give(&b->device.fabric->progress);
+    CHECK_EQ(stats_of(b).accepted, 1);
+    CHECK_EQ(stats_of(b).refused_peers, 1);
+    CHECK_EQ(stats_of(b).streams, 1);
+    CHECK(raw_is_closed(silent));
+    close(silent);
+    close(fd);
+    close_both();
+}
+
 /* Evicted peers connect again, behind those that wait: so many that the others take longer than a handshake may. */
 static void silent_peers_that_reconnect_do_not_keep_honest_ones_out(void)
 {
@@ -435,7 +465,7 @@ static void direct_peers_leave_descriptors(void)
     REQUIRE_EQ(setrlimit(RLIMIT_NOFILE, &before), 0);
 }
 
-CHECK_MAIN_ONCE(CASE(silent_peers_do_not_keep_honest_ones_out),
+CHECK_MAIN_ONCE(CASE(silent_peers_do_not_keep_honest_ones_out), CASE(a_late_process_completes_a_handshake),
                 CASE(silent_peers_that_reconnect_do_not_keep_honest_ones_out), CASE(silent_peers_of_the_network),
                 CASE(links_to_silent_peers), CASE(a_free_place_is_taken_at_once),
                 CASE(honest_peers_wait_and_all_get_in), CASE(idle_peers_leave_descriptors),

@@ -199,6 +199,18 @@ bool soft_fabric_poll_locked(struct soft_fabric *fabric, bool all)
     return (count > 0 && soft_fabric_handle_events(fabric, events, count)) || something;
 }
 
+/* End a handshake that takes too long. What has come is handled first: it may be this process that is late. */
+static void end_overdue_handshake(struct soft_stream *stream)
+{
+    uint32_t closes = stream->fabric->closes;
+
+    if (stream->stage != SOFT_CONNECTING)
+        soft_stream_receive(stream);
+    if (stream->fabric->closes == closes && stream->stage != SOFT_OPEN)
+        soft_stream_close(stream, stream->is_link ? SOFT_END_CONNECT : SOFT_END_REFUSED_PEER,
+                          "the peer did not complete the handshake in time");
+}
+
 /* Handle deadlines: end handshakes that take too long, free unused links, and let waiting connections in, for which
  * streams past their time may be closed. And look at rings whose peers have not rung, though they should have. */
 void soft_fabric_sweep(struct soft_fabric *fabric, uint64_t now)
@@ -209,8 +221,7 @@ void soft_fabric_sweep(struct soft_fabric *fabric, uint64_t now)
     for (stream = fabric->streams; stream; stream = next) {
         next = stream->next;
         if (stream->stage != SOFT_OPEN && stream->deadline <= now)
-            soft_stream_close(stream, stream->is_link ? SOFT_END_CONNECT : SOFT_END_REFUSED_PEER,
-                              "the peer did not complete the handshake in time");
+            end_overdue_handshake(stream);
     }
     soft_rings_sweep(fabric);
     soft_links_sweep(fabric, now);

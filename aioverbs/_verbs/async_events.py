@@ -188,7 +188,8 @@ class EventPump:
         self._context = weakref.ref(context)
         self._forks = forks.count
         self._fd = context.async_fd
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # reentrant: a signal handler may call `is_lost` in the middle of a section
+        self._lost = False  # set once, before any watcher or listener is told
         self._wakers: dict[asyncio.AbstractEventLoop, _Waker] = {}  # each loop adds its own waker
         # Immutable tuples: any thread reads them without the lock, and replaces them under the lock.
         self._listeners: tuple[_Listener, ...] = ()
@@ -219,9 +220,8 @@ class EventPump:
         listener = _Listener(resource)
         with self._lock:
             self._listeners += (listener,)
-            undelivered = tuple(self._undelivered)
-            self._undelivered.clear()
-            for each in undelivered:
+            for _ in range(len(self._undelivered)):  # `is_lost` in a signal handler may append others
+                each = self._undelivered.popleft()
                 if listener.concerns(event := each.event()):
                     listener.notify(event)
                 else:
@@ -273,6 +273,15 @@ class EventPump:
             self._watchers = tuple(other for other in self._watchers if other is not watcher)
         self._stop_waking_if_unused(watcher.loop)
 
+    def is_lost(self) -> bool:
+        """Return whether the device is lost, according to the events so far. Can be called from any thread.
+
+        Available events are received first, because no loop receives them while nothing awaits completions.
+        """
+        if not self._lost:
+            self._receive(lambda: True)
+        return self._lost
+
     async def drain(self) -> None:
         """Stop receiving events and end all iterations over them, as `stop` does, without waiting for anything. Closing
         the device awaits this.
@@ -322,14 +331,18 @@ class EventPump:
                 self._stop_waking_if_unused(loop)
 
     def _readable(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Receive, acknowledge and dispatch all available events. This is called on a loop that its waker has woken.
+        """Receive all available events. This is called on a loop that its waker has woken."""
+        self._receive(lambda: loop in self._wakers)
+
+    def _receive(self, goes_on: Callable[[], bool]) -> None:
+        """Receive, acknowledge and dispatch all available events, as long as `goes_on` returns True.
 
         No exception is raised. If receiving fails, all watchers are notified that the device is lost, and all
         iterations end. If the context is closed, all iterations end. In a forked child, nothing is received.
         """
         context = self._context()
         try:
-            while context is not None and loop in self._wakers and (received := context.get_async_event()) is not None:
+            while context is not None and goes_on() and (received := context.get_async_event()) is not None:
                 found = self.find(received.element) if received.element is not None else None
                 resource = found if isinstance(found, Resource) else None
                 event = DeviceEvent(received.event_type, resource, received.port_num)
@@ -346,6 +359,8 @@ class EventPump:
 
     def _notify_watchers(self, element: handles.Handle | None) -> None:
         """Notify all watchers of a failed completion queue, given by its handle, or of a lost device, given by None."""
+        if element is None:
+            self._lost = True
         for watcher in self._watchers:
             watcher.notify(element)
 

@@ -8,10 +8,11 @@ import threading
 
 from aioverbs._exports import publish
 from aioverbs._lifecycle.lifecycle import ResourceState
-from aioverbs._lifecycle.resource import open_now, suppress_warning
+from aioverbs._lifecycle.resource import lifecycle_of, open_now
 from aioverbs._providers import software
+from aioverbs._verbs.async_events import EventPump
 from aioverbs._verbs.device import Device, default_name, open_device
-from aioverbs.errors import BusyResourceError
+from aioverbs.errors import BusyResourceError, ClosedResourceError
 
 __all__ = ["shared_device"]
 
@@ -41,11 +42,12 @@ def shared_device(name: str | None = None) -> Device:
     Where that may take long, call ``await asyncio.to_thread(shared_device)`` first.
 
     Use the device as it is, without ``async with`` and without closing it. If it is closed nevertheless, it is closed
-    for all code in the process, and the next call opens another one.
+    for all code in the process, and the next call opens another one. So does the next call after the device was lost
+    (DEVICE_FATAL), for example because its NIC was reset; the lost one is closed once nothing refers to it.
 
     :param name: name of the device, as for `open_device`. None for the device of the first call with None, which
-        chooses as `open_device` does. Names of the same device, such as ``"soft0"`` and the name with the address in
-        AIOVERBS_SOFT_ADDRESS, return the same object.
+        chooses as `open_device` does; if that device is closed or lost, the next one chooses again. Names of the same
+        device, such as ``"soft0"`` and the name with the address in AIOVERBS_SOFT_ADDRESS, return the same object.
     :returns: the open device.
     :raises DeviceNotFoundError: there is no device with that name.
     :raises LibraryNotFoundError: an RDMA device is named, and libibverbs is missing.
@@ -55,7 +57,7 @@ def shared_device(name: str | None = None) -> Device:
     """
     global _default
     with _lock:
-        if name is None and _default is not None and _is_open(_default):
+        if name is None and _default is not None and _is_usable(_default):
             return _default
         device = _get(name or default_name())
         if name is None:
@@ -64,29 +66,30 @@ def shared_device(name: str | None = None) -> Device:
 
 
 def _get(name: str) -> Device:
-    """Return the shared device with a name, and open it if it is not open. Call with the lock.
+    """Return the shared device with a name, and open one if there is none that can be used. Call with the lock.
 
     :raises VerbsError: the device cannot be opened; the other exceptions of `shared_device` are raised as well.
     """
     name = software.full_name(name) if software.is_software(name) else name
-    device = _devices.get(name)
-    if device is not None and _is_open(device):
-        return device
-    for device in _devices.values():  # for example with a TCP port that the system chose
-        if _is_open(device) and device.name == name:
-            return device
+    for asked, known in tuple(_devices.items()):
+        if _is_usable(known) and name in (asked, known.name):  # these differ if the system chose the TCP port
+            return known
+    _devices.pop(name, None)
     device = open_device(name)
     open_now(device)
-    suppress_warning(device)
+    lifecycle_of(device).may_be_dropped = True  # after another one has replaced it
     if not _devices:
         atexit.register(_close_at_exit)
     _devices[name] = device
     return device
 
 
-def _is_open(device: Device) -> bool:
-    """Return whether a device is open; False in the child of a fork for a device of the parent."""
-    return device.state is ResourceState.OPEN and not device.closed
+def _is_usable(device: Device) -> bool:
+    """Return whether a device is open and not lost; False in the child of a fork for a device of the parent."""
+    try:
+        return not EventPump.of(device.handle).is_lost()
+    except ClosedResourceError:
+        return False
 
 
 def _close_at_exit() -> None:
@@ -95,7 +98,7 @@ def _close_at_exit() -> None:
     The devices need no event loop of their own, but resources that are still open on them may: those of closed loops
     and ended threads are closed on a new loop.
     """
-    devices = [device for device in _devices.values() if _is_open(device)]
+    devices = [device for device in _devices.values() if device.state is ResourceState.OPEN and not device.closed]
     if devices:
         asyncio.run(_close(devices))
 

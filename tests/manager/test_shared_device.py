@@ -1,6 +1,7 @@
 """The shared device: one for all loops and threads of a process, its own in a forked child, closed at the end."""
 
 import asyncio
+import gc
 import subprocess
 import sys
 import threading
@@ -10,11 +11,20 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import pytest_asyncio
 
-from aioverbs import ClosedResourceError, Device, DeviceNotFoundError, ResourceState, WorkerPool, shared_device
+from aioverbs import (
+    ClosedResourceError,
+    Device,
+    DeviceNotFoundError,
+    EventType,
+    ResourceState,
+    WorkerPool,
+    shared_device,
+)
 from aioverbs._core.handles import handles
 from tests.core.children import in_child
 from tests.listening import own_address
 from tests.pace import patience
+from tests.waiting import until
 
 LIMIT_S = int(patience(20))
 
@@ -80,6 +90,28 @@ async def test_a_closed_device_is_replaced() -> None:
     second = shared_device()
     assert second is not first
     assert second.state is ResourceState.OPEN
+
+
+@pytest.mark.parametrize("name", [None, "soft0"])
+async def test_a_lost_device_is_replaced(name: str | None) -> None:
+    lost = shared_device(name)
+    lost.faults.lose_device()
+    device = shared_device(name)
+    assert device is not lost
+    assert shared_device(name) is device
+    async with device.loop_domain() as domain, domain.completion_queue(8):
+        pass
+    assert (await anext(lost.events())).event_type is EventType.DEVICE_FATAL, "the listener comes later"
+    await lost.aclose()
+
+
+async def test_a_lost_device_is_closed_when_nothing_refers_to_it(recwarn: pytest.WarningsRecorder) -> None:
+    shared_device().faults.lose_device()
+    device = shared_device()
+    gc.collect()
+    await until(lambda: len(handles.open_handles()) == 1)
+    assert handles.open_handles() == [device.handle]
+    assert not recwarn
 
 
 async def test_a_block_says_that_the_device_is_open() -> None:

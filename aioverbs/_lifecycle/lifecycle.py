@@ -37,6 +37,7 @@ __all__ = [
     "Site",
     "format_site",
     "reap",
+    "reap_orphan",
     "warn_at",
 ]
 
@@ -920,19 +921,20 @@ def _warn_open(lifecycle: Lifecycle, reason: str) -> None:
     warn_at(lifecycle._site, f"{lifecycle!r} was still open: {reason}", lifecycle)
 
 
-# Garbage-collected devices that are not closed yet, each with the last task that was started to close the device; None
-# if there was none. Only single operations, which are atomic.
+# Garbage-collected devices, and resources of closed loops, that are not closed yet, each with the last task that was
+# started to close it; None if there was none. Only single operations, which are atomic.
 _forgotten: dict[Lifecycle, asyncio.Task[None] | None] = {}
 _background_tasks: set[asyncio.Task[None]] = set()  # strong references: loops keep weak ones. Only atomic operations
 
 
 def reap() -> None:
-    """Start tasks on the running loop that close the devices whose objects were garbage-collected while open.
+    """Start tasks on the running loop that close the devices whose objects were garbage-collected while open, and the
+    resources passed to `reap_orphan` whose closing has not ended.
 
     A device from which another loop's resource was made is left to that loop, which calls this again. A device that a
     task is closing is left to the task, unless the task's loop has stopped.
 
-    :raises RuntimeError: there is a device to close, and no asyncio event loop is running.
+    :raises RuntimeError: there is something to close, and no asyncio event loop is running.
     """
     for lifecycle, task in _forgotten.copy().items():
         if lifecycle.state is CLOSED or lifecycle.inherited:
@@ -943,6 +945,16 @@ def reap() -> None:
                 _background_tasks.discard(task)
                 with contextlib.suppress(RuntimeError):  # a cancel scope may be left by its own task only
                     coroutine.close()
+
+
+def reap_orphan(lifecycle: Lifecycle) -> None:
+    """Start a task on the running loop that closes a resource of an event loop that was closed, or let a later `reap`
+    do so if that task does not end. Without this, the resource is closed together with its device.
+
+    :raises RuntimeError: no asyncio event loop is running.
+    """
+    _forgotten[lifecycle] = None
+    reap()
 
 
 def _close_forgotten(lifecycle: Lifecycle) -> asyncio.Task[None]:

@@ -467,9 +467,9 @@ class Device(HandleResource[handles.Context]):
         ``async with`` yields the open `ResourceDomain`. Blocks share a domain if they are on the same loop and have the
         same message model and the same allocator object; the settings of a domain are always those of all its blocks.
         The first block to be entered opens the domain, and the last one to be left closes it. If the loop is closed
-        before that, the domain is dropped, and it is closed together with the device. If closing fails, the exception
-        of `Resource.aclose` is added as a note to the exception of the block, or is raised if there is none; the next
-        block then opens a new domain.
+        before that, the next block of the device, on any loop, has the domain closed in the background, with a
+        `ResourceWarning` for what was left open. If closing fails, the exception of `Resource.aclose` is added as a
+        note to the exception of the block, or is raised if there is none; the next block then opens a new domain.
 
         :param message_model: how awaits on the completion queues of the domain wait.
         :param allocator: allocator of the memory of queues; None for the provider's own.

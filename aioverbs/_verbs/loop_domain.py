@@ -5,8 +5,8 @@ from collections.abc import Callable
 from types import TracebackType
 
 from aioverbs._lifecycle.affinity import OwnedBlock, running_loop
-from aioverbs._lifecycle.lifecycle import ResourceState
-from aioverbs._lifecycle.resource import open_now
+from aioverbs._lifecycle.lifecycle import ResourceState, reap_orphan
+from aioverbs._lifecycle.resource import lifecycle_of, open_now
 from aioverbs._lifecycle.turns import LIGHT, spend, yield_to_loop
 from aioverbs._verbs.completion_queue import MessageModel
 from aioverbs._verbs.resource_domain import ResourceDomain
@@ -61,16 +61,17 @@ class LoopDomain(OwnedBlock[ResourceDomain]):
     async def _begin(self) -> ResourceDomain:
         """Return the open resource domain of the running loop that has the settings of this block.
 
-        The first block to ask for it opens the domain. If code in a block has closed it, the next block opens a new
-        one. This raises the exceptions that opening a `ResourceDomain` raises.
+        The first block to ask for it opens the domain. Domains of loops that were closed inside a block are closed in
+        the background. If code in a block has closed it, the next block opens a new one. This raises the exceptions
+        that opening a `ResourceDomain` raises.
         """
         loop = running_loop()
         if turn := spend(LIGHT):
             await yield_to_loop(turn)
         # There is no await from here onward, so no other task can enter a block in the meantime.
         for other in tuple(self._domains):
-            if other[0].is_closed():
-                self._domains.pop(other, None)
+            if other[0].is_closed() and (left := self._domains.pop(other, None)) is not None:
+                reap_orphan(lifecycle_of(left.domain))
         key = loop, self._message_model, id(self._allocator)
         shared = self._domains.get(key)
         if shared is None or shared.domain.state is not ResourceState.OPEN:  # a block has closed it

@@ -31,6 +31,7 @@ from aioverbs._verbs.completion_queue import MessageModel
 from aioverbs._verbs.device import Device, open_device
 from tests.capabilities import Capability, capabilities, needs
 from tests.core.allocators import Recording
+from tests.waiting import until
 
 DEGRADES = [errno.EOPNOTSUPP, errno.ENOSPC, errno.ENOMEM]
 names = pytest.mark.parametrize("number", DEGRADES, ids=errno.errorcode.get)
@@ -301,10 +302,42 @@ async def test_the_domain_of_a_closed_loop_is_dropped() -> None:
     assert left() is None
     assert domain.owner is not None
     assert domain.owner.loop is asyncio.get_running_loop()
-    assert len(device.resources().children) == 2, "the resource of the closed loop is still open"
+    await until(lambda: len(device.resources().children) == 1)
     await here.__aexit__(None, None, None)
     await device.aclose()
     assert handles.open_handles() == []
+
+
+async def test_the_next_block_closes_the_domains_of_closed_loops() -> None:
+    device = await open_device("soft0").open()
+    kept = []
+
+    async def enter_only() -> None:
+        block = device.loop_domain()
+        domain = await block.__aenter__()
+        kept.append((block, await domain.completion_queue(8).open()))
+
+    async def enter_and_leave() -> None:
+        async with device.loop_domain():
+            pass
+
+    def run() -> None:
+        loops = [asyncio.new_event_loop() for _ in range(3)]
+        for loop in loops:
+            loop.run_until_complete(enter_only())
+        for loop in loops:
+            loop.close()
+        assert len(device.resources().children) == 3
+        asyncio.run(enter_and_leave())
+
+    with pytest.warns(ResourceWarning, match="CompletionQueue .* was closed before it") as caught:
+        await asyncio.to_thread(run)
+    assert len(caught) == 3
+    assert device.resources().children == ()
+    for block, queue in kept:
+        assert queue.closed
+        await block.__aexit__(None, None, None)
+    await device.aclose()
 
 
 async def test_a_closed_loop_domain_is_replaced(device: Device) -> None:

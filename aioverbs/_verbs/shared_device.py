@@ -77,11 +77,10 @@ def _get(name: str) -> Device:
     _devices.pop(name, None)
     device = open_device(name)
     open_now(device)
-    lifecycle_of(device).may_be_dropped = True  # after another one has replaced it
+    lifecycle_of(device).may_be_dropped = True  # if another one replaces it
     if not _devices:
         atexit.register(_close_at_exit)
-    _devices[name] = device
-    return device
+    return _devices.setdefault(name, device)  # a signal handler may have made a call meanwhile, and got another one
 
 
 def _is_usable(device: Device) -> bool:

@@ -21,6 +21,7 @@ from aioverbs import (
     shared_device,
 )
 from aioverbs._core.handles import handles
+from aioverbs._lifecycle.resource import open_now
 from tests.core.children import in_child
 from tests.listening import own_address
 from tests.pace import patience
@@ -112,6 +113,23 @@ async def test_a_lost_device_is_closed_when_nothing_refers_to_it(recwarn: pytest
     await until(lambda: len(handles.open_handles()) == 1)
     assert handles.open_handles() == [device.handle]
     assert not recwarn
+
+
+async def test_a_call_in_a_signal_handler_during_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    from aioverbs._verbs import shared_device as module
+
+    inner = []
+
+    def interrupted(device: Device) -> None:
+        monkeypatch.setattr(module, "open_now", open_now)
+        open_now(device)
+        inner.append(shared_device())
+
+    monkeypatch.setattr(module, "open_now", interrupted)
+    outer = shared_device()
+    assert inner == [outer]
+    assert shared_device() is outer
+    await until(lambda: len(handles.open_handles()) == 1)
 
 
 async def test_a_block_says_that_the_device_is_open() -> None:

@@ -5,6 +5,7 @@ import atexit
 import contextlib
 import os
 import threading
+import weakref
 
 from aioverbs._exports import publish
 from aioverbs._lifecycle.lifecycle import ResourceState
@@ -43,7 +44,8 @@ def shared_device(name: str | None = None) -> Device:
 
     Use the device as it is, without ``async with`` and without closing it. If it is closed nevertheless, it is closed
     for all code in the process, and the next call opens another one. So does the next call after the device was lost
-    (DEVICE_FATAL), for example because its NIC was reset; the lost one is closed once nothing refers to it.
+    (DEVICE_FATAL), for example because its NIC was reset; the lost one is closed once nothing refers to it, or when
+    the process ends.
 
     :param name: name of the device, as for `open_device`. None for the device of the first call with None, which
         chooses as `open_device` does; if that device is closed or lost, the next one chooses again. Names of the same
@@ -78,8 +80,7 @@ def _get(name: str) -> Device:
     device = open_device(name)
     open_now(device)
     lifecycle_of(device).may_be_dropped = True  # if another one replaces it
-    if not _devices:
-        atexit.register(_close_at_exit)
+    atexit.register(_close_at_exit, weakref.ref(device))
     return _devices.setdefault(name, device)  # a signal handler may have made a call meanwhile, and got another one
 
 
@@ -91,25 +92,20 @@ def _is_usable(device: Device) -> bool:
         return False
 
 
-def _close_at_exit() -> None:
-    """Close all shared devices of this process. Python calls this when it ends, after all threads but daemons have.
+def _close_at_exit(reference: "weakref.ref[Device]") -> None:
+    """Close a shared device of this process. Python calls this when it ends, after all threads but daemons have.
 
-    The devices need no event loop of their own, but resources that are still open on them may: those of closed loops
-    and ended threads are closed on a new loop.
+    The device needs no event loop of its own, but resources that are still open on it may: those of closed loops and
+    ended threads are closed on a new loop. A device that another event loop still uses, such as one in a daemon thread,
+    stays open.
+
+    :param reference: the device, unless it was dropped after another one had replaced it.
+    :raises VerbsError: a verb failed. Python reports it, and goes on with the other devices.
     """
-    devices = [device for device in _devices.values() if device.state is ResourceState.OPEN and not device.closed]
-    if devices:
-        asyncio.run(_close(devices))
-
-
-async def _close(devices: list[Device]) -> None:
-    """Close devices, except those that another event loop still uses, such as one in a daemon thread.
-
-    :raises VerbsError: a verb failed.
-    """
-    for device in devices:
+    device = reference()
+    if device is not None and device.state is ResourceState.OPEN and not device.closed:
         with contextlib.suppress(BusyResourceError):  # the provider stops its threads before memory is freed
-            await device.aclose()
+            asyncio.run(device.aclose())
 
 
 publish(__name__)

@@ -235,3 +235,17 @@ def test_the_end_of_the_process_closes_it(end: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False, cwd="/")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"open at the end: {left}")
+
+
+def test_a_device_that_cannot_be_closed_at_the_end_keeps_no_other_open() -> None:
+    code = """
+async def fail():
+    raise OSError("no")
+
+_, second, _ = map(aioverbs.shared_device, ("soft0", "soft0@127.0.0.1:0", "soft0@127.0.0.2:0"))
+second.aclose = fail
+"""
+    command = [sys.executable, "-P", "-c", AT_EXIT.format(code)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False, cwd="/")
+    assert done.stdout == "open at the end: ['Context']\n"
+    assert "OSError: no" in done.stderr

@@ -32,8 +32,8 @@ class ResourceStatistics:
     children: int
 
 
-_NOT_THE_USERS = ("aioverbs.", "contextlib", "anyio.")
-_BELOW_THE_USERS = ("asyncio.", "concurrent.futures.", "threading")
+_NOT_THE_USERS = ("aioverbs.", "anyio.")
+_BELOW_THE_USERS = ("asyncio.", "concurrent.futures.")
 
 
 def creation_site() -> Site | None:
@@ -44,9 +44,10 @@ def creation_site() -> Site | None:
     """
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if not module.startswith(_NOT_THE_USERS):
-            return None if module.startswith(_BELOW_THE_USERS) else (frame.f_code, frame.f_lasti, module)
+        module = str(frame.f_globals.get("__name__", ""))  # any object, if the code was executed by exec()
+        if not module.startswith(_NOT_THE_USERS) and module != "contextlib":
+            is_below = module.startswith(_BELOW_THE_USERS) or module == "threading"
+            return None if is_below else (frame.f_code, frame.f_lasti, module)
         frame = frame.f_back
     return None
 

@@ -277,6 +277,15 @@ async def test_resources_that_a_task_of_the_library_makes_are_never_created_by_a
         await near.send(b"")
 
 
+@pytest.mark.parametrize("name", ["user", "contextlib2", "threading_tools", "anyioutils", None, 5])
+def test_the_creation_site_is_in_a_module_of_any_name(name: object) -> None:
+    scope = {"__name__": name, "open_device": open_device}
+    exec(compile("device = open_device('soft0')", "/user.py", "exec"), scope)
+    device = scope["device"]
+    assert isinstance(device, Device)
+    assert device.resources().created == "/user.py:1"
+
+
 async def test_a_collected_resource_without_an_owner_is_closed_with_its_device() -> None:
     device = await open_device("soft0").open()
     with pytest.warns(ResourceWarning, match="ProtectionDomain"):

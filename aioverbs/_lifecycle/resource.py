@@ -1,5 +1,6 @@
 """Base classes of all resources: opening, closing, owner and statistics."""
 
+import inspect
 import sys
 import weakref
 from collections.abc import Awaitable
@@ -43,13 +44,29 @@ def creation_site() -> Site | None:
         if there is no such frame, because an event loop or a thread runs a function of the library.
     """
     frame: FrameType | None = sys._getframe(2)
+    inner: FrameType | None = None
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))  # any object, if the code was executed by exec()
         if not module.startswith(_NOT_THE_USERS) and module != "contextlib":
-            is_below = module.startswith(_BELOW_THE_USERS) or module == "threading"
+            is_below = module.startswith(_BELOW_THE_USERS) or module == "threading" or _runs_loop(frame, inner)
             return None if is_below else (frame.f_code, frame.f_lasti, module)
-        frame = frame.f_back
+        inner, frame = frame, frame.f_back
     return None
+
+
+def _runs_loop(frame: FrameType, inner: FrameType | None) -> bool:
+    """Return whether a frame of the user called an event loop, which called an inner frame of the library.
+
+    The stack does not show the functions of loops that are not written in Python, such as uvloop. But only a loop calls
+    a coroutine from a function that cannot await it.
+
+    :param inner: frame of the library that `frame` seems to have called; None if that one is left out of the stack.
+    """
+    return (
+        inner is not None
+        and bool(inner.f_code.co_flags & inspect.CO_COROUTINE)
+        and not frame.f_code.co_flags & (inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR)
+    )
 
 
 class Resource(anyio.abc.AsyncResource):

@@ -1,6 +1,7 @@
 """Opening and closing of resources: parents, children, owners, garbage collection, and failures."""
 
 import asyncio
+import contextlib
 import errno
 import gc
 import io
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import anyio
 import pytest
+import uvloop
 from rich.console import Console
 
 from aioverbs import (
@@ -275,6 +277,31 @@ async def test_resources_that_a_task_of_the_library_makes_are_never_created_by_a
         text = str(device.resources())
         assert not re.search(r"opened at (\?|\S*asyncio)", text)
         await near.send(b"")
+
+
+def test_creation_sites_are_the_same_on_loops_whose_frames_the_stack_does_not_show() -> None:
+    """With uvloop, the caller of a task of the library seems to be the line of the user that runs the loop."""
+
+    async def keep(connection: Connection) -> None:
+        await connection.receive()
+
+    async def find() -> list[tuple[str, str]]:
+        async with (
+            open_device("soft0") as device,
+            device.resource_domain() as domain,
+            serve(keep, "127.0.0.1", domain=domain) as server,
+            connect("127.0.0.1", server.port, domain=domain) as near,
+        ):
+            await until(lambda: str(device.resources()).count("Connection") == 2)
+            found = re.findall(r" (\w+).*opened at (.*)", str(device.resources()))
+            await near.send(b"")
+            return sorted(found)
+
+    def find_on(loop: asyncio.AbstractEventLoop) -> list[tuple[str, str]]:
+        with contextlib.closing(loop):
+            return loop.run_until_complete(find())
+
+    assert find_on(uvloop.new_event_loop()) == find_on(asyncio.new_event_loop())
 
 
 @pytest.mark.parametrize("name", ["user", "contextlib2", "threading_tools", "anyioutils", None, 5])

@@ -7,6 +7,7 @@ import functools
 import itertools
 import operator
 import os
+import sys
 import threading
 import warnings
 import weakref
@@ -175,8 +176,11 @@ def warn_at(site: Site | None, text: str, source: object = None) -> None:
     if site is None:
         warnings.warn(text, ResourceWarning, stacklevel=2, source=source)
     else:
+        code, _, module = site
+        scope = getattr(sys.modules.get(module), "__dict__", {})
+        registry = scope.setdefault("__warningregistry__", {})  # as `warnings.warn` does: repetitions are not shown
         warnings.warn_explicit(
-            text, ResourceWarning, site[0].co_filename, _line(site) or 0, module=site[2], source=source
+            text, ResourceWarning, code.co_filename, _line(site) or 0, module, registry=registry, source=source
         )
 
 

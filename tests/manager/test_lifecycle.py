@@ -313,6 +313,14 @@ def test_the_creation_site_is_in_a_module_of_any_name(name: object) -> None:
     assert device.resources().created == "/user.py:1"
 
 
+async def test_a_warning_that_is_repeated_at_a_line_is_shown_once_by_default(device: Device) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            await open_and_drop(device.thread_domain())
+    assert len(caught) == 1
+
+
 async def test_a_collected_resource_without_an_owner_is_closed_with_its_device() -> None:
     device = await open_device("soft0").open()
     with pytest.warns(ResourceWarning, match="ProtectionDomain"):

@@ -12,6 +12,7 @@ DEFAULT_PORT = 7470
 
 _HINT = "write an address such as 10.0.0.1:7470, [fd00::1]:7470 or storage-1:7470"
 _HOST_NAME = re.compile(r"\w([\w-]{0,61}\w)?(\.\w([\w-]{0,61}\w)?)*", re.ASCII)
+_NUMBER = re.compile(r"[0-9]+|0[xX][0-9a-fA-F]*")
 _MAX_HOST_NAME = 253
 _UNSPECIFIC = "it is not the address of one host: give one of a network interface of this host"
 
@@ -133,9 +134,10 @@ def _host(literal: str, text: str) -> IPv4Address | IPv6Address | str:
     try:
         return ip_address(literal)
     except ValueError:
+        name = literal.removesuffix(".")  # the dot ends a full name
         # A name that ends in a number is an address with a mistake, which the resolver would take for another one.
-        is_name = len(literal) <= _MAX_HOST_NAME and _HOST_NAME.fullmatch(literal)
-        if is_name and not literal.rpartition(".")[2].isdecimal():
+        is_name = len(name) <= _MAX_HOST_NAME and _HOST_NAME.fullmatch(name)
+        if is_name and not _NUMBER.fullmatch(name.rpartition(".")[2]):
             return literal
         raise ValueError(f"{literal!r} in {text!r} is neither an IP address nor a host name: {_HINT}") from None
 

@@ -1,6 +1,7 @@
 """Names of software devices: valid ones, the errors for others, and that the device agrees."""
 
 import contextlib
+import errno
 import os
 import socket
 from ipaddress import IPv4Address, IPv6Address, ip_address
@@ -215,24 +216,103 @@ def test_port_0_of_an_address_that_this_host_lacks() -> None:
         Context.open(address=(IPv6Address("::1").packed, 0))
 
 
-def test_a_host_name_is_resolved_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    asked = []
+class Resolver:
+    """In place of the system's resolver: answers that the test sets, and the names that were asked for."""
 
-    def getaddrinfo(name: str, *_: object, **__: object) -> list[tuple[object, ...]]:
-        asked.append(name)
-        return [(None, None, None, "", (str(loopback(7)), 0))]
+    def __init__(self) -> None:
+        self.answer: tuple[str, ...] = ()
+        self.asked: list[str] = []
 
-    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    def getaddrinfo(self, name: str, *_: object, **__: object) -> list[tuple[object, ...]]:
+        self.asked.append(name)
+        return [(None, None, None, "", (each, 0)) for each in self.answer]
+
+
+@pytest.fixture
+def resolver(monkeypatch: pytest.MonkeyPatch) -> Resolver:
+    resolver = Resolver()
+    monkeypatch.setattr(socket, "getaddrinfo", resolver.getaddrinfo)
     monkeypatch.setattr(software_hosts, "_resolved", {})
-    first, second = software.open_context("soft0@storage-1:0"), software.open_context("soft0@storage-1:0")
-    assert asked == ["storage-1"]
+    return resolver
+
+
+def test_a_host_name_is_resolved_once(resolver: Resolver, caplog: pytest.LogCaptureFixture) -> None:
+    resolver.answer = str(loopback(7)), str(loopback(8))
+    first = software.open_context("soft0@storage-1:0")
+    resolver.answer = str(loopback(8)), str(loopback(7))
+    second, other_port = map(software.open_context, ("soft0@storage-1:0", "soft0@storage-1:7471"))
+    assert resolver.asked == ["storage-1"]
     assert first.name == second.name
     assert first.name.startswith(f"soft0@{loopback(7)}:")
-    assert caplog.messages == [
-        f"soft0@storage-1:0 is soft0@{loopback(7)}:0, which no other host reaches: see /etc/hosts"
-    ]
-    first.destroy()
-    second.destroy()
+    assert other_port.name == f"soft0@{loopback(7)}:7471"
+    assert caplog.messages == [f"storage-1 is {loopback(7)}, which no other host reaches: see /etc/hosts"]
+    for each in (first, second, other_port):
+        each.destroy()
+
+
+def test_a_host_name_is_resolved_again_after_a_wrong_answer(resolver: Resolver) -> None:
+    resolver.answer = "203.0.113.5", "203.0.113.6"
+    with pytest.raises(
+        VerbsError, match=r"EADDRNOTAVAIL .*the host name 'storage-1' .*: it stands for 203.0.113.5, 203.0.113.6, but"
+    ):
+        software.open_context("soft0@storage-1:0")
+    resolver.answer = ("0.0.0.0",)
+    with pytest.raises(VerbsError, match=r"'storage-1' stands for no address that a device can have: 0.0.0.0"):
+        software.open_context("soft0@storage-1:0")
+    resolver.answer = (str(loopback(7)),)
+    software.open_context("soft0@storage-1:0").destroy()
+
+
+def test_a_host_name_is_resolved_again_after_the_host_has_lost_its_address(
+    resolver: Resolver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolver.answer = (str(loopback(7)),)
+    software.open_context("soft0@storage-1:0").destroy()
+    monkeypatch.setattr(software_hosts, "_is_local", loopback(7).__ne__)
+    resolver.answer = (str(loopback(8)),)
+    context = software.open_context("soft0@storage-1:0")
+    assert context.name.startswith(f"soft0@{loopback(8)}:")
+    context.destroy()
+
+
+def test_addresses_of_this_host_are_chosen(resolver: Resolver) -> None:
+    resolver.answer = "203.0.113.5", "2001:db8::5", "fe80::1", "fe80::1%lo", "fe80::1%x", str(loopback(7))
+    context = software.open_context("soft0@storage-1:7471")
+    assert context.name == f"soft0@{loopback(7)}:7471"
+    context.destroy()
+
+
+def test_descriptors_that_run_out_are_no_missing_address(resolver: Resolver, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EMFILE, "too many")
+
+    resolver.answer = (str(loopback(7)),)
+    monkeypatch.setattr(socket, "socket", refuse)
+    with pytest.raises(VerbsError, match="too many"):
+        software.open_context("soft0@storage-1:0")
+
+
+@pytest.mark.parametrize("name", ["storage-1", "Storage-1.example.org"])
+def test_the_hosts_own_name_is_not_a_loopback_address(
+    resolver: Resolver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    resolver.answer = ("127.0.1.1",)
+    monkeypatch.setattr(socket, "gethostname", lambda: "storage-1")
+    monkeypatch.setattr(software_hosts, "_outward", lambda: map(ip_address, ("10.0.0.5", "fd00::5")))
+    host = SoftHost(name, 0)
+    with caplog.at_level("INFO", "aioverbs"):
+        assert str(software_hosts.resolve_host(host)) == "10.0.0.5:0"
+    assert caplog.messages == [f"{name} is 10.0.0.5, because /etc/hosts says 127.0.1.1, which no other host reaches"]
+    monkeypatch.setattr(software_hosts, "_outward", lambda: ())
+    monkeypatch.setattr(software_hosts, "_resolved", {})
+    assert str(software_hosts.resolve_host(host)) == "127.0.1.1:0"
+    assert caplog.messages[1:] == [f"{name} is 127.0.1.1, which no other host reaches: see /etc/hosts"]
+
+
+def test_the_addresses_of_default_routes_are_those_of_this_host() -> None:
+    for address in software_hosts._outward():
+        assert software_hosts._is_local(address)
+        assert not address.is_loopback
 
 
 def test_a_host_name_that_cannot_be_resolved(monkeypatch: pytest.MonkeyPatch) -> None:

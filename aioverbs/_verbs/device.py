@@ -235,6 +235,7 @@ class Device(HandleResource[handles.Context]):
     ) -> None:
         super().__init__()
         self._name = name
+        self._chosen: str | None = None  # while `open` runs: the name, if it had to be known before
         self._execution = execution
         self._delay_ns = delay_ns
         self._budget = ThreadDomainBudget(max_native_thread_domains)
@@ -272,7 +273,8 @@ class Device(HandleResource[handles.Context]):
         """
         if self._user_context is not None:
             return hardware.adopt_context(self._user_context)
-        return _open_context(self._name or default_name(), execution=self._execution, delay_ns=self._delay_ns)
+        name = self._chosen or self._name or default_name()
+        return _open_context(name, execution=self._execution, delay_ns=self._delay_ns)
 
     def _open(self) -> None:
         context = self._make_context()
@@ -300,9 +302,14 @@ class Device(HandleResource[handles.Context]):
         :returns: the device itself.
         """
         host = software.unresolved_host(self._name or os.environ.get("AIOVERBS_DEVICE"))
-        if host is not None and self._user_context is None and software.is_software(self._name or default_name()):
-            await anyio.to_thread.run_sync(resolve_host, host)
-        return await super().open()
+        try:
+            if host is not None and self._user_context is None:
+                self._chosen = self._name or default_name()
+                if software.is_software(self._chosen):
+                    await anyio.to_thread.run_sync(resolve_host, host)
+            return await super().open()
+        finally:
+            self._chosen = None  # a further attempt chooses again
 
     def _check_open(self) -> None:
         """Check that the device is open, and that the user has not closed the pyverbs context that it uses, if any.

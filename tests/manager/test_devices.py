@@ -70,6 +70,25 @@ async def test_a_host_name_is_resolved_in_a_thread(no_hardware: None, monkeypatc
             assert again.name == device.name
 
 
+async def test_a_device_is_chosen_once_while_a_host_name_is_resolved(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def missing() -> list[str]:
+        raise LibraryNotFoundError("libibverbs.so.1", "no such file")
+
+    monkeypatch.delenv("AIOVERBS_DEVICE", raising=False)
+    monkeypatch.setenv("AIOVERBS_SOFT_ADDRESS", "storage-1:0")
+    monkeypatch.setattr(hardware, "names", missing)
+    monkeypatch.setattr("aioverbs._verbs.device.kernel_devices", lambda: ["mlx5_0"])
+    monkeypatch.setattr(software_hosts, "_resolved", {})
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(None, None, None, "", (own_address(), 0))])
+    async with open_device() as device:
+        assert device.name.startswith(f"soft0@{own_address()}:")
+    assert [message for message in caplog.messages if message.startswith("opening")] == [
+        f"opening the software device soft0: {LibraryNotFoundError('libibverbs.so.1', 'no such file')}"
+    ]
+
+
 async def test_queue_pairs_connect_by_the_devices_address(no_hardware: None) -> None:
     for port, in_gid in (
         (7470, "1d2e"),

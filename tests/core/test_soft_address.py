@@ -190,6 +190,10 @@ def test_port_0_is_one_that_the_system_chooses_once_for_each_address() -> None:
         program.bind((str(chosen.host), chosen.port))
     for each in (first, again, by_port, other):
         each.destroy()
+    with socket.socket() as thief:
+        thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with pytest.raises(OSError, match="in use"):
+            thief.bind((str(chosen.host), chosen.port))
     later = software.open_context(name)
     assert later.name == first.name, "peers find it again"
     later.destroy()

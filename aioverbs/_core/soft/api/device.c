@@ -86,11 +86,10 @@ static const struct soft_hooks device_hooks = {
 };
 
 /* Let the system choose the port of the device's address, an IPv4 one, and reserve it until the process ends: the GID
- * contains it, and peers find the device again when it is opened again. The socket is bound and does not listen, so the
- * one that listens can be bound to the same port. Return 0 or an errno. */
+ * contains it, and peers find the device again when it is opened again. The socket is bound, does not listen, and lacks
+ * SO_REUSEADDR, so no other socket can have the port; see reserve_port() in the fabric. Return 0 or an errno. */
 static int choose_port(struct soft_device *device)
 {
-    static const int one = 1;
     struct sockaddr_in name = {.sin_family = AF_INET};
     socklen_t size = sizeof(name);
     int fd, error;
@@ -101,8 +100,7 @@ static int choose_port(struct soft_device *device)
     soft_descriptors_release();
     if (fd < 0)
         return errno;
-    if (setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof(one)) || bind(fd, (struct sockaddr *)&name, size) ||
-        getsockname(fd, (struct sockaddr *)&name, &size)) {
+    if (bind(fd, (struct sockaddr *)&name, size) || getsockname(fd, (struct sockaddr *)&name, &size)) {
         error = errno;
         soft_descriptor_close(fd);
         return error;

@@ -213,6 +213,18 @@ static int tcp_socket(const struct sockaddr_storage *address, socklen_t size)
     return -1;
 }
 
+/* Let the socket that reserves the port of the device, if there is one, keep other sockets from that port, or not. The
+ * kernel compares the options of both sockets when one is bound, and again when it begins to listen, so SO_REUSEADDR is
+ * set while this process begins to listen. A socket of another process that is bound meanwhile can listen only if that
+ * happens before this one listens, and before the option is cleared: then listening fails here. */
+static void reserve_port(const struct soft_device *device, bool exclusively)
+{
+    const int reuse = !exclusively;
+
+    if (device->port_socket >= 0)
+        setsockopt(device->port_socket, SOL_SOCKET, SO_REUSEADDR, &reuse, sizeof(reuse));
+}
+
 /* Listen on TCP, if the device has an address. */
 static int listen_tcp(struct soft_fabric *fabric)
 {
@@ -221,8 +233,10 @@ static int listen_tcp(struct soft_fabric *fabric)
     int fd = -1, error = EADDRNOTAVAIL;
 
     if (size) {
+        reserve_port(fabric->device, false);
         fd = tcp_socket(&address, size);
         error = fd < 0 ? errno : fabric_watch(fabric, &fabric->tcp_watch, fd);
+        reserve_port(fabric->device, true);
     }
     if (error)
         snprintf(fabric->error, sizeof(fabric->error), "TCP port %u of the device's address: %s", fabric->port,

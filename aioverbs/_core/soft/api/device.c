@@ -214,6 +214,7 @@ struct ibv_context *soft_open(const struct soft_options *options)
     struct soft_device *device;
     struct soft_context *context;
     struct verbs_context *verbs;
+    char name[IBV_SYSFS_NAME_MAX];
     int error;
 
     if (options->error_text)
@@ -227,8 +228,10 @@ struct ibv_context *soft_open(const struct soft_options *options)
     device = device_get(&options->address);
     if (!device) {
         error = errno;
-        if (options->error_text && options->address.family && !options->address.port)
-            snprintf(options->error_text, SOFT_ERROR_TEXT, "a TCP port of the device's address: %s", strerror(error));
+        if (options->error_text && options->address.family && !options->address.port) {
+            soft_device_name(&options->address, name, sizeof(name));
+            snprintf(options->error_text, SOFT_ERROR_TEXT, "a TCP port of %s: %s", name, strerror(error));
+        }
         errno = error;
         return NULL;
     }

@@ -239,7 +239,7 @@ static int listen_tcp(struct soft_fabric *fabric)
         reserve_port(fabric->device, true);
     }
     if (error)
-        snprintf(fabric->error, sizeof(fabric->error), "TCP port %u of the device's address: %s", fabric->port,
+        snprintf(fabric->error, sizeof(fabric->error), "the TCP port of %s: %s", fabric->device->device.name,
                  strerror(error));
     return error;
 }

@@ -29,6 +29,7 @@ from aioverbs._verbs.device import Device, open_device
 from tests.capabilities import Capability, needs
 from tests.core.contexts import opened
 from tests.data_path.turns import TURNS, polled_turns
+from tests.holding import hold, unhold
 from tests.pace import patience
 from tests.waiting import until
 
@@ -220,6 +221,31 @@ async def test_a_waiter_future_resolved_by_others_is_awaited_again(device: Devic
         await polled_turns(cq)  # polling stops
         assert await polled_turns(cq) == 0, "polled without an awaiter"
         assert not another.done()
+
+
+@needs(Capability.FAULT_PLAN)
+@pytest.mark.parametrize("model", [MessageModel.DEFAULT, MessageModel.FORCE_LOW_LATENCY])
+async def test_an_event_while_the_queue_is_polled_doubles_no_polls(device: Device, model: MessageModel) -> None:
+    """The queue is armed for a request that nothing awaits; the event arrives when a task awaits another one."""
+    async with (
+        device.resource_domain(message_model=model) as domain,
+        domain.completion_queue(64) as cq,
+        domain.register(64, ALL) as memory,
+        connected(domain, cq, cq) as (near, far),
+    ):
+        device.faults.count_calls()
+        hold(device, near)
+        write = near.write(memory[:8], memory.remote()[8:16])
+        await until(lambda: device.faults.calls("req_notify_cq"))
+        receive = asyncio.ensure_future(far.receive(memory[:8]))
+        await asyncio.sleep(0)
+        unhold(device, near)
+        while not cq.statistics().wakeups:  # noqa: ASYNC110  (each turn is counted)
+            await asyncio.sleep(0)
+        assert write.ended
+        assert await polled_turns(cq) <= TURNS
+        await near.send(memory[8:16])
+        await receive
 
 
 @pytest.mark.parametrize("model", MessageModel)

@@ -129,13 +129,13 @@ cdef class CqDispatcher:
         cdef section within
         section_enter(&within, self._section())
         try:
+            self.turn_scheduled = False
             self._run_turn()
         finally:
             section_leave(&within)
 
     cdef int _run_turn(self) except -1:
         # Do the work of `_turn` in the section. A VerbsError is not raised, but breaks the queue.
-        self.turn_scheduled = False
         if self.loop is None or self.handle._is_inherited():
             return 0
         turn_advance(self.turn_number)

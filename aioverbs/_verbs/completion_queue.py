@@ -17,6 +17,7 @@ from aioverbs._lifecycle.affinity import Affinity, run_on_owner, wait_uncancelle
 from aioverbs._lifecycle.resource import Resource, ResourceStatistics
 from aioverbs._verbs.async_events import AsyncEventSource, EventPump
 from aioverbs._verbs.capability_checks import check_completion_queue
+from aioverbs._verbs.processors import usable_processors
 from aioverbs.errors import AffinityError, BusyResourceError, ConcurrentAccessError, DeviceRemovedError, VerbsError
 
 __all__ = [
@@ -57,15 +58,18 @@ class MessageModel(enum.Enum):
     """
 
     DEFAULT = "default"
-    """An await polls once, then sleeps until the completion channel wakes its loop."""
+    """An await polls for as long as recent waits on the completion queue show that polling pays, at most 100 us, then
+    sleeps until the completion channel wakes its loop. Other tasks of the loop run between two polls.
+    """
 
 
 _MODELS = {
-    MessageModel.DEFAULT: 0,
     MessageModel.HIGH_BANDWIDTH: 0,
     MessageModel.LOW_LATENCY: 1,
     MessageModel.FORCE_LOW_LATENCY: 2,
+    MessageModel.DEFAULT: 3,
 }
+_LATENCY_MODELS = (MessageModel.LOW_LATENCY, MessageModel.FORCE_LOW_LATENCY)  # those that `spin_ns` applies to
 
 
 @dataclass(frozen=True)
@@ -124,8 +128,9 @@ class CompletionQueueStatistics(ResourceStatistics):
     :param late: number of completions polled so far whose queue had already been destroyed, or that belong to requests
         posted through a low-level handle.
     :param wakeups: number of times that the completion channel woke the loop.
-    :param spins: number of awaits that polled before sleeping.
-    :param spins_paid: number of awaits that completed while polling.
+    :param spins: number of waits that polled before sleeping. With DEFAULT, a wait lasts from the suspension of a task
+        until the next completion that a task waits for; otherwise, each await is a wait.
+    :param spins_paid: number of waits that ended while polling.
     """
 
     depth: int
@@ -265,8 +270,9 @@ class CompletionQueue(AsyncEventSource[handles.CompletionQueue]):
         if depth < 1:
             raise ValueError(f"`depth` must be at least 1, got {depth}")
         model = MessageModel(message_model or location.message_model or MessageModel.DEFAULT)
-        if spin_ns is not None and not _MODELS[model]:
-            raise ValueError(f"`spin_ns` requires awaits that poll, but those of {model.name} do not: leave it out")
+        if spin_ns is not None and model not in _LATENCY_MODELS:
+            names = " or ".join(each.name for each in _LATENCY_MODELS)
+            raise ValueError(f"`spin_ns` requires the message model {names}, got {model.name}: leave it out")
         if spin_ns is not None and not 0 <= spin_ns <= 10**9:
             raise ValueError(f"`spin_ns` must be 0 to 1,000,000,000, got {spin_ns}")
         super().__init__(domain)
@@ -309,7 +315,9 @@ class CompletionQueue(AsyncEventSource[handles.CompletionQueue]):
         if self.message_model is MessageModel.HIGH_BANDWIDTH:
             self._moderate(self._handle)
         loop = asyncio.get_running_loop()
-        self._dispatcher = CqDispatcher(self._handle, loop, home, _MODELS[self.message_model], self._spin_ns)
+        self._dispatcher = CqDispatcher(
+            self._handle, loop, home, _MODELS[self.message_model], self._spin_ns, usable_processors
+        )
         self._lifecycle.drain = _ChannelWatcher(self._dispatcher, channel).stop
 
     def _check(self, context: handles.Context, depth: int) -> None:
@@ -352,7 +360,7 @@ class CompletionQueue(AsyncEventSource[handles.CompletionQueue]):
 
     def statistics(self) -> CompletionQueueStatistics:
         """Return a `CompletionQueueStatistics`: the current depth, the numbers of reserved entries and of work requests
-        in flight, and the numbers of completions, wakeups and awaits that polled so far.
+        in flight, and the numbers of completions, wakeups and waits that polled so far.
 
         If the queue was never opened, the depth is the requested one, and the counters are 0.
         """

@@ -326,7 +326,7 @@ async def test_a_failed_poll_has_the_errno_of_the_software_device_or_eio() -> No
         other = adopted(context)
         for owner in (context, other):
             cq = handles.CompletionQueue(owner, 4)
-            dispatcher = CqDispatcher(cq, asyncio.get_running_loop(), handles.Affinity.of_running_loop(), 0, 0)
+            dispatcher = CqDispatcher(cq, asyncio.get_running_loop(), handles.Affinity.of_running_loop(), 0, 0, int)
             context.faults.fail("poll_cq", errno.ENOMEM)
             dispatcher.drain()
             errors.append(dispatcher.error)

@@ -1,9 +1,20 @@
 # Part of data_path.pyx: polling completion queues, and waiting for completions.
 
 cdef enum model:
-    SLEEPS                              # DEFAULT and HIGH_BANDWIDTH: poll once, then sleep
+    SLEEPS                              # HIGH_BANDWIDTH: poll once, then sleep
     SPINS                               # LOW_LATENCY: poll for some time, then sleep
     POLLS                               # FORCE_LOW_LATENCY: poll for some time, then in each turn of the loop
+    ADAPTS                              # DEFAULT: poll in each turn of the loop for as long as that pays, then sleep
+
+cdef enum wait:
+    NO_WAIT                             # no task awaits an operation
+    WAIT_ENDED                          # no task awaits an operation, but one was woken that polls, and may await more
+    WAIT_BEGUN                          # whether to poll is not decided yet
+    WAIT_ASLEEP                         # sleeps, and did not poll before
+    WAIT_POLLING
+    WAIT_POLLED                         # sleeps, after polling in vain
+
+cdef uint64_t PROCESSORS_NS = 10**9     # interval at which processors are counted again, at the earliest
 
 
 cdef inline bint _is_bound(Affinity owner) noexcept:
@@ -28,10 +39,18 @@ cdef class CqDispatcher:
     pins are released:
 
         completions found        -> run again in the next turn
+        none found, polling      -> run again in the next turn
         none found, not armed    -> arm, poll once more
         none found, armed        -> sleep until the channel is readable
 
     A task that awaits an operation first polls by itself, and spins (polls for some time) if the message model says so.
+
+    If the message model adapts, `_turn` polls in every turn while a task awaits an operation, for as long as the waits
+    before it show that this pays (``spin_estimate.h``). Other tasks run between two polls, so that polling keeps none
+    of them from running. While the loop has nothing else to do, a task that is the only one to await an operation also
+    spins, for so short a time that it matters little if something comes up meanwhile. A wait begins when a task
+    suspends for an operation, and ends with the completion of an operation that a task is suspended for; if further
+    tasks are suspended then, the next wait begins.
 
     In the child of a fork, a loop of the parent may continue to run (`asyncio.run` allows that after a SystemExit) and
     call what the parent scheduled. The dispatcher does nothing there: the objects are the parent's. The dispatcher does
@@ -40,8 +59,10 @@ cdef class CqDispatcher:
     :param handle: the completion queue, with a completion channel.
     :param loop: the home loop, which watches the channel.
     :param home: affinity of the home loop.
-    :param model: message model: 0 sleeps, 1 spins, 2 polls; see the enumeration above.
-    :param spin_ns: time in nanoseconds that awaits may spin in one turn of the loop.
+    :param model: message model: 0 sleeps, 1 spins, 2 polls, 3 adapts; see the enumeration above.
+    :param spin_ns: time in nanoseconds that awaits may spin in one turn of the loop, if the model spins or polls.
+    :param processors: callable that counts the processors that this process may use; called at most once per second,
+        if the model adapts.
     """
 
     cdef readonly CompletionQueue handle
@@ -74,14 +95,34 @@ cdef class CqDispatcher:
     cdef readonly uint64_t wakeups
     cdef readonly uint64_t spins
     cdef readonly uint64_t spins_paid
+    cdef int wait                       # if the model adapts: how the wait in progress waits
+    cdef uint64_t wait_began
+    cdef uint64_t spin_until            # time at which the wait in progress begins to sleep, while it polls
+    cdef uint64_t spun                  # time for which the task spun before it suspended
+    cdef uint64_t polled_at             # time of the last poll in turns
+    cdef bint quiet                     # whether the loop had nothing else to do between two polls
+    cdef spin_estimate estimate
+    cdef object count_processors
+    cdef uint32_t processors            # number of processors that this process may use
+    cdef uint64_t processors_due        # time at which to count them again
 
-    def __init__(self, CompletionQueue handle not None, loop, Affinity home not None, int model, uint64_t spin_ns):
+    def __init__(
+        self,
+        CompletionQueue handle not None,
+        loop,
+        Affinity home not None,
+        int model,
+        uint64_t spin_ns,
+        processors not None,
+    ):
         self.handle = handle
         self.any_thread = not _is_bound(handle.affinity)
         self.loop = loop
         self.home = home
         self.model = model
         self.spin_ns = spin_ns
+        self.count_processors = processors
+        spin_estimate_begin(&self.estimate)
         self.chained = []
         self.refused = []
         self.pending_transitions = []
@@ -205,13 +246,80 @@ cdef class CqDispatcher:
         found = self._drain(MAX_DRAIN)
         if not self.in_flight or self.error is not None:
             return 0
-        if found or (self.model == POLLS and self.awaited):
+        if found or self._polls_again():
             return self._need_turn()
         if not self.armed:
             # Completions from now on raise an event; earlier ones are polled now.
             self._arm()
             if self._drain(MAX_DRAIN):
                 return self._need_turn()
+        return 0
+
+    cdef bint _polls_again(self) except -1:
+        # Whether to poll again in the next turn, although no completion was found. If a wait polls, poll for a moment.
+        cdef uint64_t now, until
+        if self.model == POLLS:
+            return self.awaited > 0
+        if self.wait == WAIT_ENDED:     # the woken task runs in this turn of the loop, maybe after this
+            self.wait = NO_WAIT
+            return True
+        if not self.awaited or (self.wait != WAIT_BEGUN and self.wait != WAIT_POLLING):
+            return False
+        now = turn_clock()
+        if self.wait == WAIT_BEGUN:
+            self.spin_until = now + spin_budget(&self.estimate)
+            if self.spin_until == now or not self._has_processor(now, self.spin_until):
+                self.wait = WAIT_ASLEEP
+                return False
+            self.wait = WAIT_POLLING
+            self.spins += not self.spun     # else counted before
+        elif self.spin_until <= now:
+            self.wait = WAIT_POLLED
+            return False
+        else:
+            self.quiet = now - self.polled_at < QUIET_TURN_NS
+        # About as long as a turn of the loop takes otherwise: the loop's other tasks keep half of the time.
+        until = now + MOMENT_NS
+        while now < until and not self._drain(MAX_DRAIN):
+            now = turn_clock()
+        self.polled_at = now
+        return True
+
+    cdef bint _has_processor(self, uint64_t now, uint64_t until) except -1:
+        # Whether this thread may poll until the given time: not if more threads of this process poll than it has
+        # processors.
+        if now >= self.processors_due:
+            self.processors = self.count_processors()
+            self.processors_due = now + PROCESSORS_NS
+        return spinner_begin(now, until, self.processors)
+
+    cdef int _count_awaited(self, int change) except -1:
+        # Count operations that a task suspends for, or no longer. If the model adapts, a wait begins with each such
+        # operation; if an earlier wait is polling, it goes on for as long again.
+        cdef uint64_t now
+        self.awaited += change
+        if change < 0 or self.model != ADAPTS:
+            return 0
+        now = turn_clock()
+        if self.wait == WAIT_POLLING and self.awaited > 1:
+            self.spin_until += now - self.wait_began
+        else:
+            if self.wait == WAIT_POLLED:
+                spin_note(&self.estimate, now - self.wait_began, True)
+            self.wait = WAIT_BEGUN
+        self.wait_began = now - self.spun
+        return 0
+
+    cdef int _end_wait(self) except -1:
+        # Note that an operation has completed that a task is suspended for, while a wait is in progress.
+        cdef uint64_t now = turn_clock()
+        cdef bint polled = self.wait >= WAIT_POLLING or (self.wait == WAIT_BEGUN and self.spun > 0)
+        if polled or self.wait == WAIT_ASLEEP:  # else it neither polled nor slept
+            spin_note(&self.estimate, now - self.wait_began, polled)
+        self.spins_paid += polled and self.wait != WAIT_POLLED
+        self.spun = 0
+        self.wait = WAIT_BEGUN if self.awaited else WAIT_ENDED if polled else NO_WAIT
+        self.wait_began = now
         return 0
 
     cdef int _arm(self) except -1:
@@ -283,7 +391,12 @@ cdef class CqDispatcher:
             return self._poll_failed(found)
         self._dispatch_all(wcs, found)
         if spins and operation.state == POSTED and self.model != SLEEPS:
-            self._spin(operation)
+            if self.model != ADAPTS:
+                self._spin(operation, self.spin_ns)
+            else:
+                self.spun = 0
+                if self.quiet and not self.awaited and not self.any_thread:
+                    self._spin_while_quiet(operation)
         return 0
 
     cdef int _poll(self, v.ibv_wc *wcs) noexcept:
@@ -326,18 +439,29 @@ cdef class CqDispatcher:
                 break
         return total
 
-    cdef int _spin(self, Operation operation) except -1:
-        # Poll until the operation is done or the turn's spinning time is used up; after a first moment, poll without
-        # the GIL. If calls of several threads must not overlap (a thread domain without an owner), release the GIL only
-        # between two polls.
+    cdef int _spin_while_quiet(self, Operation operation) except -1:
+        # Spin for a short time before the task suspends, if its wait would poll.
+        cdef uint64_t now = turn_clock()
+        if not spin_budget(&self.estimate) or not self._has_processor(now, now + QUIET_SPIN_NS):
+            return 0
+        self.spun = self._spin(operation, QUIET_SPIN_NS)
+        if operation.state == DONE and self.spun:
+            spin_note(&self.estimate, self.spun, True)
+            self.wait = WAIT_ENDED
+        return 0
+
+    cdef int64_t _spin(self, Operation operation, uint64_t spin_ns) except -1:
+        # Poll until the operation is done, or until awaits have spun for `spin_ns` in this turn. Return the time that
+        # this one took. After a first moment, poll without the GIL. If calls of several threads must not overlap (a
+        # thread domain without an owner), release the GIL only between two polls.
         cdef v.ibv_wc wcs[POLL_BATCH]
         cdef uint64_t began = turn_clock(), now = began, until, end
         cdef bint shared = self.handle.affinity is not None and self.handle.affinity._thread == NULL
         cdef bint unlocked
         cdef int found
-        if turn_now.spun >= self.spin_ns:
+        if turn_now.spun >= spin_ns:
             return 0
-        until = began + self.spin_ns - turn_now.spun
+        until = began + spin_ns - turn_now.spun
         self.spins += 1
         while operation.state == POSTED and now < until:
             if self.dispatching:        # another thread may be dispatching the completion
@@ -358,7 +482,8 @@ cdef class CqDispatcher:
                 found = poll_spin(self.handle.pointer, self.handle.extended_pointer, POLL_BATCH, wcs, now)
             self.handle._unuse()
             if found < 0:
-                return self._poll_failed(found)
+                self._poll_failed(found)
+                break
             self._dispatch_all(wcs, found)
             if now - began >= MOMENT_NS:
                 PyErr_CheckSignals()
@@ -369,7 +494,7 @@ cdef class CqDispatcher:
         turn_now.spun += now - began
         if operation.state == DONE:
             self.spins_paid += 1
-        return 0
+        return <int64_t>(now - began)
 
     cdef int _poll_failed(self, int found) except -1:
         # Break the queue because of the negative errno `found`; for overlapping calls, raise ConcurrentAccessError
@@ -386,6 +511,7 @@ cdef class CqDispatcher:
         # Polls skipped in the meantime, including those of the home loop, are then repeated. That also holds if no
         # completion was found: a completion that arrived after the skipped poll and before the home loop armed the
         # queue raises no event.
+        cdef Py_ssize_t awaited = self.awaited
         if found > 0:
             self.dispatching += 1
             try:
@@ -395,6 +521,8 @@ cdef class CqDispatcher:
                     self._dispatch_many(wcs, found)
             finally:
                 self.dispatching -= 1
+                if self.wait > WAIT_ENDED and self.awaited < awaited:
+                    self._end_wait()
                 self._repeat_skipped_poll()
         else:
             self._repeat_skipped_poll()
@@ -535,4 +663,6 @@ cdef int _check_owner(Handle handle) except -1:
 
 cdef enum:
     MOMENT_NS = 2000                    # time to spin with the GIL
+    QUIET_TURN_NS = 10000               # time within which a loop that has nothing else to do goes round
+    QUIET_SPIN_NS = 20000               # time to spin in a turn of such a loop, if the model adapts
     SLICE_NS = 100000                   # time to spin without the GIL between two checks for signals

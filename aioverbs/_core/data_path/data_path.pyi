@@ -347,7 +347,13 @@ class Batch(SendVerbs):
 @final
 class CqDispatcher:
     def __init__(
-        self, handle: CompletionQueue, loop: AbstractEventLoop, home: Affinity, model: int, spin_ns: int
+        self,
+        handle: CompletionQueue,
+        loop: AbstractEventLoop,
+        home: Affinity,
+        model: int,
+        spin_ns: int,
+        processors: Callable[[], int],
     ) -> None: ...
     @property
     def handle(self) -> CompletionQueue: ...

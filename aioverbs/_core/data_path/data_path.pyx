@@ -53,7 +53,7 @@ from cpython.object cimport PyObject, PyTypeObject
 from cpython.pyport cimport PY_SSIZE_T_MAX
 from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.errno cimport EBUSY, EINVAL, EIO, ENODEV
-from libc.stdint cimport uint8_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
@@ -106,6 +106,14 @@ cdef extern from "data_path/loop_budget.h" nogil:
     uint64_t turn_spend(uint32_t units)
     void turn_note_sleep()
     bint turn_is_over(turn_share *, uint64_t bytes)
+
+cdef extern from "data_path/spin_estimate.h" nogil:
+    struct spin_estimate:
+        pass
+    void spin_estimate_begin(spin_estimate *)
+    uint32_t spin_budget(const spin_estimate *)
+    void spin_note(spin_estimate *, uint64_t waited_ns, bint polled)
+    bint spinner_begin(uint64_t now, uint64_t until, uint32_t processors)
 
 cdef extern from "data_path/cq_poll.h" nogil:
     int poll_take(v.ibv_cq *, v.ibv_cq_ex *, int wanted, v.ibv_wc *)

@@ -159,10 +159,9 @@ cdef class WorkQueue:
     cdef int _count_awaited(self, int change) except -1:
         self.awaited += change
         if self.dispatcher is not None:
-            self.dispatcher.awaited += change
-            return 0
+            return self.dispatcher._count_awaited(change)
         for each in self.dispatchers:
-            (<CqDispatcher>each).awaited += change
+            (<CqDispatcher>each)._count_awaited(change)
         return 0
 
     cdef int _count_in_flight(self, int change) except -1:

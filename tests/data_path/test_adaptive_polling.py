@@ -1,0 +1,211 @@
+"""DEFAULT: awaits poll in each turn of the loop while that pays, and sleep otherwise."""
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from aioverbs import Device, open_device
+from aioverbs._verbs import processors
+from tests.capabilities import Capability, needs
+from tests.data_path.ends import Ends, ends
+from tests.data_path.turns import TURNS, polled_turns
+from tests.holding import hold, unhold
+from tests.pace import patience
+from tests.waiting import until
+
+pytestmark = needs(Capability.FAULT_PLAN)
+
+ENOUGH = 8  # processors
+
+
+@pytest.fixture(autouse=True)
+def _enough_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aioverbs._verbs.completion_queue.usable_processors", lambda: ENOUGH)
+
+
+async def write(pair: Ends) -> None:
+    await pair.write(b"x")
+
+
+@asynccontextmanager
+async def held_write(device: Device, pair: Ends) -> AsyncIterator["asyncio.Task[None]"]:
+    """Yield a task that awaits a write which completes after the block."""
+    hold(device, pair.near)
+    task = asyncio.create_task(write(pair))
+    yield task
+    unhold(device, pair.near)
+    await task
+
+
+async def turns(condition: Callable[[], bool]) -> None:
+    """Run turns of the loop until a condition is true. Callbacks that polls schedule run after this task."""
+    while not condition():  # noqa: ASYNC110  (each turn is counted)
+        await asyncio.sleep(0)
+
+
+async def wait_for_long(device: Device, pair: Ends) -> None:
+    """Await a write that takes far longer than awaits poll."""
+    async with held_write(device, pair):
+        await asyncio.sleep(0.001)
+        await turns(lambda: device.faults.calls("req_notify_cq") > 0)
+    device.faults.count_calls(False)
+    device.faults.count_calls()
+
+
+async def test_a_completion_in_the_polling_time_causes_no_event() -> None:
+    # Executed inline, the write completes before the next poll, however slow the machine is.
+    async with open_device("soft0", execution="inline") as device, ends(device) as pair:
+        device.faults.count_calls()
+        async with held_write(device, pair):
+            await turns(lambda: pair.cq.statistics().spins == 1)
+        statistics = pair.cq.statistics()
+        assert (statistics.spins, statistics.spins_paid, statistics.wakeups) == (1, 1, 0)
+        assert device.faults.calls("req_notify_cq") == 0
+
+
+async def test_a_long_wait_sleeps(device: Device) -> None:
+    async with ends(device) as pair:
+        device.faults.count_calls()
+        async with held_write(device, pair):
+            await turns(lambda: device.faults.calls("req_notify_cq") == 1)
+            polls = device.faults.calls("start_poll")
+            busy = time.thread_time()
+            await asyncio.sleep(0.05)
+            busy = time.thread_time() - busy
+            assert device.faults.calls("start_poll") == polls
+            assert device.faults.calls("req_notify_cq") == 1
+            assert busy < 0.02
+            assert await polled_turns(pair.cq) == 0
+        statistics = pair.cq.statistics()
+        assert (statistics.spins, statistics.spins_paid, statistics.wakeups) == (1, 0, 1)
+
+
+async def test_long_waits_seldom_poll(device: Device) -> None:
+    async with ends(device) as pair:
+        device.faults.count_calls()
+        for _ in range(30):
+            await wait_for_long(device, pair)
+        before = pair.cq.statistics()
+        for _ in range(30):
+            await wait_for_long(device, pair)
+        after = pair.cq.statistics()
+        assert after.wakeups - before.wakeups == 30
+        assert after.spins - before.spins <= 2
+        assert after.spins_paid == 0
+
+
+async def test_other_tasks_run_between_two_polls(device: Device) -> None:
+    async with ends(device) as pair, held_write(device, pair):
+        await turns(lambda: pair.cq.statistics().spins == 1)
+        assert 0 < await polled_turns(pair.cq) <= TURNS
+
+
+async def await_writes(pair: Ends, count: int) -> int:
+    """Await writes, one after the other; return the number of turns of the loop meanwhile."""
+    loop, turn_count = asyncio.get_running_loop(), 0
+    handle: asyncio.Handle | None = None
+
+    def next_turn() -> None:
+        nonlocal turn_count, handle
+        turn_count += 1
+        handle = loop.call_soon(next_turn)
+
+    next_turn()
+    for _ in range(count):
+        await pair.write(b"x")
+    assert handle is not None
+    handle.cancel()
+    return turn_count
+
+
+async def test_a_task_spins_in_a_loop_that_is_quiet() -> None:
+    async with (
+        open_device("soft0", execution="thread") as device,
+        ends(device) as pair,
+        asyncio.timeout(patience(50)),
+    ):
+        while True:
+            before = pair.cq.statistics().spins_paid
+            turn_count = await await_writes(pair, 200)
+            if pair.cq.statistics().spins_paid - before > turn_count:  # not all of them polled in turns
+                break
+
+
+async def test_a_task_does_not_spin_beside_others() -> None:
+    async def work() -> None:
+        while True:
+            end = time.perf_counter_ns() + 50_000
+            while time.perf_counter_ns() < end:
+                pass
+            await asyncio.sleep(0)
+
+    async with open_device("soft0", execution="thread") as device, ends(device) as pair:
+        working = asyncio.create_task(work())
+        turn_count = await await_writes(pair, 1000)
+        assert pair.cq.statistics().spins <= turn_count
+        working.cancel()
+
+
+@pytest.mark.parametrize("count", [0, 1])
+async def test_a_process_with_a_single_processor_sleeps(
+    device: Device, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    monkeypatch.setattr("aioverbs._verbs.completion_queue.usable_processors", lambda: count)
+    async with ends(device) as pair:
+        device.faults.count_calls()
+        for _ in range(3):
+            async with held_write(device, pair):
+                await turns(lambda: device.faults.calls("req_notify_cq") > 0)
+            device.faults.count_calls()
+        statistics = pair.cq.statistics()
+        assert (statistics.spins, statistics.wakeups) == (0, 3)
+
+
+async def test_an_affinity_mask_of_one_processor_makes_waits_sleep(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aioverbs._verbs.completion_queue.usable_processors", processors.usable_processors)
+    mask = os.sched_getaffinity(os.getpid())
+    os.sched_setaffinity(os.getpid(), {min(mask)})
+    processors._count_in.cache_clear()
+    try:
+        async with ends(device) as pair:
+            device.faults.count_calls()
+            async with held_write(device, pair):
+                await turns(lambda: device.faults.calls("req_notify_cq") > 0)
+            assert pair.cq.statistics().spins == 0
+    finally:
+        os.sched_setaffinity(os.getpid(), mask)
+        processors._count_in.cache_clear()
+
+
+async def test_processors_are_counted_again(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = 1
+    monkeypatch.setattr("aioverbs._verbs.completion_queue.usable_processors", lambda: count)
+    async with ends(device) as pair:
+        async with held_write(device, pair):
+            await asyncio.sleep(0.001)
+        assert pair.cq.statistics().spins == 0
+        count = 2
+        await asyncio.sleep(1)
+        async with held_write(device, pair):
+            await turns(lambda: pair.cq.statistics().spins == 1)
+
+
+async def test_a_cancelled_wait_stops_polling(device: Device) -> None:
+    async with ends(device) as pair:
+        device.faults.count_calls()
+        hold(device, pair.near)
+        task = asyncio.create_task(write(pair))
+        await turns(lambda: pair.cq.statistics().spins == 1)
+        task.cancel()
+        await asyncio.wait([task])
+        await turns(lambda: device.faults.calls("req_notify_cq") == 1)
+        assert await polled_turns(pair.cq) == 0
+        unhold(device, pair.near)
+        await until(pair.is_idle)
+        assert pair.cq.statistics().spins_paid == 0

@@ -1,0 +1,192 @@
+/* Tests of the estimate whether polling before sleeping pays, and of the number of threads that poll. */
+#include "data_path/spin_estimate.h"
+
+#include <pthread.h>
+
+#include "support_check.h"
+
+enum { US = 1000 };
+
+/* Note `count` waits that take `polled_ns` if they poll, and else `asleep_ns`; return how many polled. */
+static int wait_often(struct spin_estimate *estimate, int count, uint64_t polled_ns, uint64_t asleep_ns)
+{
+    int polls = 0, i;
+
+    for (i = 0; i < count; i++) {
+        bool polled = spin_budget(estimate) > 0;
+
+        spin_note(estimate, polled ? polled_ns : asleep_ns, polled);
+        polls += polled;
+    }
+    return polls;
+}
+
+static void waits_that_are_short_when_they_poll_soon_poll(void)
+{
+    struct spin_estimate estimate;
+
+    spin_estimate_begin(&estimate);
+    CHECK_EQ(wait_often(&estimate, 1, 5 * US, 60 * US), 1);
+    CHECK(wait_often(&estimate, 10 * SPIN_GAP, 5 * US, 60 * US) >= 10 * SPIN_GAP - 30);
+    CHECK(estimate.pays);
+}
+
+static void long_waits_poll_only_as_probes(void)
+{
+    struct spin_estimate estimate;
+    int waits = 0, wait, gap;
+
+    spin_estimate_begin(&estimate);
+    while (estimate.pays && waits < 10)
+        waits += wait_often(&estimate, 1, UINT64_MAX, UINT64_MAX);
+    CHECK(waits <= 8);
+    for (gap = 1; gap <= 4 * SPIN_GAP; gap *= 2) { /* each probe doubles the number of waits to the next */
+        for (wait = 0; wait < gap && wait < SPIN_GAP; wait++) {
+            CHECK_EQ(spin_budget(&estimate), 0);
+            spin_note(&estimate, UINT64_MAX, false);
+        }
+        CHECK_EQ(spin_budget(&estimate), SPIN_LIMIT_NS);
+        spin_note(&estimate, UINT64_MAX, true);
+    }
+    CHECK_EQ(wait_often(&estimate, 100 * (SPIN_GAP + 1), UINT64_MAX, UINT64_MAX), 100);
+    CHECK(!estimate.pays);
+}
+
+static void waits_beyond_the_limit_do_not_poll_even_if_that_is_a_bit_faster(void)
+{
+    struct spin_estimate estimate;
+
+    spin_estimate_begin(&estimate);
+    CHECK(wait_often(&estimate, 10 * SPIN_GAP, 140 * US, 180 * US) <= 40);
+    CHECK(!estimate.pays);
+}
+
+/* As if the peer needed this processor. */
+static void polling_that_makes_waits_longer_ends(void)
+{
+    struct spin_estimate estimate;
+
+    spin_estimate_begin(&estimate);
+    wait_often(&estimate, 50, 10 * US, 60 * US);
+    CHECK(estimate.pays);
+    CHECK(wait_often(&estimate, 10 * SPIN_GAP, 90 * US, 60 * US) <= 2 * SPIN_GAP);
+    CHECK(!estimate.pays);
+}
+
+static void polling_ends_when_waits_become_long_and_begins_again(void)
+{
+    struct spin_estimate estimate;
+
+    spin_estimate_begin(&estimate);
+    wait_often(&estimate, 1000, 5 * US, 60 * US);
+    CHECK(wait_often(&estimate, 10 * SPIN_GAP, 1000 * US, 1000 * US) <= 30);
+    CHECK(!estimate.pays);
+    wait_often(&estimate, 4 * SPIN_GAP, 5 * US, 60 * US);
+    CHECK(estimate.pays);
+}
+
+static void a_few_long_waits_among_short_ones_change_nothing(void)
+{
+    struct spin_estimate estimate;
+    int wait;
+
+    spin_estimate_begin(&estimate);
+    wait_often(&estimate, 50, 5 * US, 60 * US);
+    for (wait = 0; wait < 1000; wait++) {
+        spin_note(&estimate, wait % 10 ? 5 * US : UINT64_MAX, true);
+        CHECK(estimate.pays);
+    }
+}
+
+static void a_tie_changes_nothing(void)
+{
+    struct spin_estimate estimate;
+
+    spin_estimate_begin(&estimate);
+    wait_often(&estimate, 1000, 50 * US, 50 * US);
+    CHECK(estimate.pays);
+    wait_often(&estimate, 20, UINT64_MAX, UINT64_MAX);
+    CHECK(!estimate.pays);
+    wait_often(&estimate, 1000, 50 * US, 50 * US);
+    CHECK(!estimate.pays);
+}
+
+static void the_budget_follows_the_waits_within_its_bounds(void)
+{
+    struct spin_estimate estimate;
+
+    spin_estimate_begin(&estimate);
+    wait_often(&estimate, 200, US, 60 * US);
+    estimate.left = 1; /* no probe */
+    CHECK_EQ(spin_budget(&estimate), SPIN_LEAST_NS);
+    wait_often(&estimate, 200, 15 * US, 60 * US);
+    estimate.left = 1;
+    CHECK(spin_budget(&estimate) > 55 * US && spin_budget(&estimate) < 65 * US);
+    wait_often(&estimate, 200, 50 * US, 60 * US);
+    estimate.left = 1;
+    CHECK_EQ(spin_budget(&estimate), SPIN_LIMIT_NS);
+}
+
+/* ---- Threads that poll */
+
+struct attempt {
+    uint64_t now, until;
+    uint32_t processors;
+    bool begun;
+};
+
+static void *begin_in_thread(void *argument)
+{
+    struct attempt *attempt = argument;
+
+    attempt->begun = spinner_begin(attempt->now, attempt->until, attempt->processors);
+    return NULL;
+}
+
+static bool another_thread_begins(uint64_t now, uint64_t until, uint32_t processors)
+{
+    struct attempt attempt = {now, until, processors, false};
+    pthread_t thread;
+
+    REQUIRE(!pthread_create(&thread, NULL, begin_in_thread, &attempt));
+    pthread_join(thread, NULL);
+    return attempt.begun;
+}
+
+static void threads_poll_while_there_are_processors(void)
+{
+    uint64_t now = 1000000;
+
+    CHECK(spinner_begin(now, now + 100, 2));
+    CHECK(spinner_begin(now, now + 50, 2)); /* the same thread, for another queue */
+    CHECK(another_thread_begins(now, now + 100, 2));
+    CHECK(!another_thread_begins(now, now + 100, 2));
+    CHECK(another_thread_begins(now, now + 100, 3));
+    CHECK(spinner_begin(now + 99, now + 100, 3));
+    CHECK(!spinner_begin(now + 99, now + 100, 2));
+    CHECK(another_thread_begins(now + 100, now + 200, 2)); /* when the others must have ended */
+}
+
+static void a_single_processor_is_left_to_others(void)
+{
+    CHECK(!spinner_begin(5000000, 5000100, 1));
+    CHECK(!spinner_begin(5000000, 5000100, 0));
+    CHECK(spinner_begin(5000000, 5000100, 2));
+}
+
+static void more_threads_than_places_share_them(void)
+{
+    uint64_t now = 9000000;
+    int thread;
+
+    for (thread = 0; thread < 3 * SPINNERS; thread++)
+        CHECK(another_thread_begins(now, now + 100, SPINNERS));
+    CHECK(!another_thread_begins(now, now + 100, SPINNERS - 1));
+}
+
+CHECK_MAIN_ONCE(CASE(waits_that_are_short_when_they_poll_soon_poll), CASE(long_waits_poll_only_as_probes),
+                CASE(waits_beyond_the_limit_do_not_poll_even_if_that_is_a_bit_faster),
+                CASE(polling_that_makes_waits_longer_ends), CASE(polling_ends_when_waits_become_long_and_begins_again),
+                CASE(a_few_long_waits_among_short_ones_change_nothing), CASE(a_tie_changes_nothing),
+                CASE(the_budget_follows_the_waits_within_its_bounds), CASE(threads_poll_while_there_are_processors),
+                CASE(a_single_processor_is_left_to_others), CASE(more_threads_than_places_share_them))

@@ -11,8 +11,10 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest.mock import patch
 
 import uvloop
 
@@ -26,6 +28,7 @@ __all__ = ["echo", "idle", "setup"]
 HOST = "127.0.0.1"
 SIZES = (64, 64 * 1024)
 MODELS = (MessageModel.DEFAULT, MessageModel.LOW_LATENCY, MessageModel.FORCE_LOW_LATENCY)
+ASLEEP = "DEFAULT_asleep"  # each await sleeps, as if there were a single processor
 USUAL = ConnectionSettings()
 LEAN = ConnectionSettings(buffer_size=4096, receive_depth=4, send_buffers=2, send_depth=8)
 
@@ -103,9 +106,9 @@ async def idle(count: int) -> Result:
 # message would disturb the others.
 
 
-async def _answer_connection(model: str) -> None:
+async def _answer_connection(name: str) -> None:
     """Run as the peer: print the port, then for each input line echo that many messages, until the end of the input."""
-    settings, ended = _settings(MessageModel[model]), asyncio.Event()
+    settings, ended = _settings(_model(name)), asyncio.Event()
     control = await _standard_input()
 
     async def echo(connection: Connection) -> None:
@@ -118,7 +121,7 @@ async def _answer_connection(model: str) -> None:
 
     async with (
         open_device("soft0") as device,
-        device.resource_domain(message_model=MessageModel[model]) as domain,
+        device.resource_domain(message_model=_model(name)) as domain,
         serve(echo, HOST, domain=domain, settings=settings, drain_timeout_s=0) as server,
     ):
         print(server.port, flush=True)
@@ -175,6 +178,16 @@ async def _peer_process(*arguments: str) -> AsyncIterator[_PeerProcess]:
         await process.wait()
 
 
+def _model(name: str) -> MessageModel:
+    return MessageModel.DEFAULT if name == ASLEEP else MessageModel[name]
+
+
+def _usable_processors(name: str) -> AbstractContextManager[object]:
+    """Let the completion queues that are opened in the block never poll, for the contender that sleeps."""
+    replaced = "aioverbs._verbs.completion_queue.usable_processors"
+    return patch(replaced, lambda: 1) if name == ASLEEP else contextlib.nullcontext()
+
+
 def _settings(model: MessageModel) -> ConnectionSettings:
     # With this model, an application polls until the answer arrives.
     return replace(USUAL, spin_ns=1_000_000) if model is MessageModel.FORCE_LOW_LATENCY else USUAL
@@ -208,7 +221,10 @@ def _stream_contender(reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 
 
 async def echo(rounds: int) -> Result:
-    """Measure echoes between two processes for each message model, compared with a Unix stream of uvloop."""
+    """Measure echoes between two processes for each message model, compared with a Unix stream of uvloop.
+
+    With DEFAULT, both ends poll while they are busy. The same is measured with ends that sleep at each message.
+    """
     figures: dict[str, object] = {}
     limits = {}
     async with contextlib.AsyncExitStack() as stack:
@@ -216,11 +232,12 @@ async def echo(rounds: int) -> Result:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="aioverbs-bench-"))
         device = await opened(open_device("soft0"))
         ends = {}
-        for model in MODELS:
-            peer = await opened(_peer_process("--connection", model.name))
-            domain = await opened(device.resource_domain(message_model=model))
-            connection = connect(HOST, int(peer.last_line), domain=domain, settings=_settings(model))
-            ends[model.name] = await opened(connection), peer
+        for name in (*(model.name for model in MODELS), ASLEEP):
+            peer = await opened(_peer_process("--connection", name))
+            domain = await opened(device.resource_domain(message_model=_model(name)))
+            connection = connect(HOST, int(peer.last_line), domain=domain, settings=_settings(_model(name)))
+            with _usable_processors(name):
+                ends[name] = await opened(connection), peer
         await opened(_peer_process("--unix", f"{folder}/unix"))
         reader, writer = await asyncio.open_unix_connection(f"{folder}/unix", limit=1 << 20)
         for size in SIZES:
@@ -230,10 +247,12 @@ async def echo(rounds: int) -> Result:
             figures |= {f"{name}_{size}_us": seen.ns(name) / 1e3 for name in seen.times}
             figures |= {f"{name}_{size}_speed_up": seen.ratio("unix", name) for name in ends}
             limits[f"FORCE_LOW_LATENCY_{size}_speed_up"] = Limit(at_least=1.5)
+        limits |= {"DEFAULT_64_speed_up": Limit(at_least=2), f"{ASLEEP}_64_speed_up": Limit(at_least=1)}
         writer.close()
     return Result("connection_echo", figures, limits)
 
 
 if __name__ == "__main__":
     answers = {"--connection": _answer_connection, "--unix": _answer_unix}
-    uvloop.run(answers[sys.argv[1]](sys.argv[2]))
+    with _usable_processors(sys.argv[2]):
+        uvloop.run(answers[sys.argv[1]](sys.argv[2]))

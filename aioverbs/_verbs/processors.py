@@ -1,5 +1,5 @@
-"""Number of processors that this process may use at the same time, by its affinity mask and by the limits of its
-cgroups."""
+"""Number of processors that a thread of this process may use at the same time as other threads, by its affinity mask and
+by the limits of the cgroups."""
 
 import functools
 import os
@@ -10,25 +10,26 @@ from pathlib import Path, PurePosixPath
 __all__ = ["cgroup_limit", "usable_processors"]
 
 _CGROUPS = PurePosixPath("/sys/fs/cgroup")
-_RENEWAL_S = 10.0  # how long a count is used
+_RENEWAL_S = 10.0  # how long a limit is used
 
 
 def usable_processors() -> int:
-    """Return how many processors this process may use at the same time, rounded down; 0 if it is less than one.
+    """Return how many processors this thread, and those with the same affinity mask, may use at the same time, rounded
+    down; 0 if it is less than one.
 
-    The affinity mask of the process (``sched_getaffinity``) and the CPU limits of the process's cgroups count.
-    They are read again after 10 s.
+    The affinity mask of the calling thread (``sched_getaffinity``) and the CPU limits of the process's cgroups count.
+    The limits are read again after 10 s.
     """
-    return _count_in(int(time.monotonic() / _RENEWAL_S))
+    return int(min(len(os.sched_getaffinity(0)), _limit_in(int(time.monotonic() / _RENEWAL_S))))
 
 
 @functools.lru_cache(maxsize=1)
-def _count_in(period: int) -> int:
-    """Return the count of `usable_processors` as of the first call in the given period of 10 s.
+def _limit_in(period: int) -> float:
+    """Return the `cgroup_limit` of this process as of the first call in the given period of 10 s.
 
     :param period: number of the period.
     """
-    return int(min(len(os.sched_getaffinity(os.getpid())), cgroup_limit(_read("/proc/self/cgroup") or "", _read)))
+    return cgroup_limit(_read("/proc/self/cgroup") or "", _read)
 
 
 def _read(path: str) -> str | None:

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from aioverbs import Device, open_device
+from aioverbs import Device, MessageModel, open_device
 from aioverbs._verbs import processors
 from tests.capabilities import Capability, needs
 from tests.data_path.ends import Ends, ends
@@ -169,9 +169,8 @@ async def test_an_affinity_mask_of_one_processor_makes_waits_sleep(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("aioverbs._verbs.completion_queue.usable_processors", processors.usable_processors)
-    mask = os.sched_getaffinity(os.getpid())
-    os.sched_setaffinity(os.getpid(), {min(mask)})
-    processors._count_in.cache_clear()
+    mask = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(mask)})
     try:
         async with ends(device) as pair:
             device.faults.count_calls()
@@ -179,8 +178,21 @@ async def test_an_affinity_mask_of_one_processor_makes_waits_sleep(
                 await turns(lambda: device.faults.calls("req_notify_cq") > 0)
             assert pair.cq.statistics().spins == 0
     finally:
-        os.sched_setaffinity(os.getpid(), mask)
-        processors._count_in.cache_clear()
+        os.sched_setaffinity(0, mask)
+
+
+async def test_processors_are_counted_before_a_wait(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[int] = []
+
+    def count() -> int:
+        counted.append(ENOUGH)
+        return ENOUGH
+
+    monkeypatch.setattr("aioverbs._verbs.completion_queue.usable_processors", count)
+    async with device.resource_domain() as domain, domain.completion_queue(8):
+        assert len(counted) == 1
+    async with device.resource_domain() as domain, domain.completion_queue(8, message_model=MessageModel.LOW_LATENCY):
+        assert len(counted) == 1
 
 
 async def test_processors_are_counted_again(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:

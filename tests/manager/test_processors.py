@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -63,27 +64,44 @@ def test_affinity_mask_and_cgroups_limit_the_processors(
     files = {"/proc/self/cgroup": "0::/\n", f"{ROOT}/cpu.max": f"{quota} 100000\n"}
     monkeypatch.setattr(processors, "_read", files.get)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 4, 5})
-    processors._count_in.cache_clear()
+    processors._limit_in.cache_clear()
     try:
         assert usable_processors() == count
     finally:
-        processors._count_in.cache_clear()
+        processors._limit_in.cache_clear()
 
 
-def test_processors_are_read_once_in_a_period(monkeypatch: pytest.MonkeyPatch) -> None:
-    masks = [{0, 1, 2}, {0, 1}]
+def test_limits_are_read_once_in_a_period(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"/proc/self/cgroup": "0::/\n", f"{ROOT}/cpu.max": "200000 100000\n"}
     now = 1000.0
-    monkeypatch.setattr(processors, "_read", lambda _: None)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: masks.pop())
+    monkeypatch.setattr(processors, "_read", lambda path: files.get(path))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
     monkeypatch.setattr(processors.time, "monotonic", lambda: now)  # type: ignore[attr-defined]
-    processors._count_in.cache_clear()
+    processors._limit_in.cache_clear()
     try:
-        assert [usable_processors() for _ in range(3)] == [2, 2, 2]
+        assert usable_processors() == 2
+        files[f"{ROOT}/cpu.max"] = "300000 100000\n"
+        assert usable_processors() == 2
         now += 10
         assert usable_processors() == 3
     finally:
-        processors._count_in.cache_clear()
+        processors._limit_in.cache_clear()
+
+
+def test_the_affinity_mask_of_the_calling_thread_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = os.sched_getaffinity(0)
+    if len(mask) < 2:
+        pytest.skip("there is one processor")
+    monkeypatch.setattr(processors, "_limit_in", lambda _: math.inf)
+
+    def count_pinned() -> int:
+        os.sched_setaffinity(0, {min(mask)})
+        return usable_processors()
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(count_pinned).result() == 1
+    assert usable_processors() == len(mask)
 
 
 def test_this_process_has_a_count() -> None:
-    assert 0 <= usable_processors() <= len(os.sched_getaffinity(os.getpid()))
+    assert 0 <= usable_processors() <= len(os.sched_getaffinity(0))

@@ -61,8 +61,8 @@ cdef class CqDispatcher:
     :param home: affinity of the home loop.
     :param model: message model: 0 sleeps, 1 spins, 2 polls, 3 adapts; see the enumeration above.
     :param spin_ns: time in nanoseconds that awaits may spin in one turn of the loop, if the model spins or polls.
-    :param processors: callable that counts the processors that this process may use; called at most once per second,
-        if the model adapts.
+    :param processors: callable that counts the processors that the calling thread may use; called at once and then at
+        most once per second, on the home loop, if the model adapts.
     """
 
     cdef readonly CompletionQueue handle
@@ -103,7 +103,7 @@ cdef class CqDispatcher:
     cdef bint quiet                     # whether the loop had nothing else to do between two polls
     cdef spin_estimate estimate
     cdef object count_processors
-    cdef uint32_t processors            # number of processors that this process may use
+    cdef uint32_t processors            # number of processors that the thread of the home loop may use
     cdef uint64_t processors_due        # time at which to count them again
 
     def __init__(
@@ -122,6 +122,8 @@ cdef class CqDispatcher:
         self.model = model
         self.spin_ns = spin_ns
         self.count_processors = processors
+        if model == ADAPTS:
+            self._count_processors()    # before a wait: this may read files
         spin_estimate_begin(&self.estimate)
         self.chained = []
         self.refused = []
@@ -267,10 +269,11 @@ cdef class CqDispatcher:
             return False
         now = turn_clock()
         if self.wait == WAIT_BEGUN:
-            self.spin_until = now + spin_budget(&self.estimate)
-            if self.spin_until == now or not self._has_processor(now, self.spin_until):
+            self.spin_until = self._may_poll(spin_budget(&self.estimate))
+            if not self.spin_until:
                 self.wait = WAIT_ASLEEP
                 return False
+            now = turn_clock()
             self.wait = WAIT_POLLING
             self.spins += not self.spun     # else counted before
         elif self.spin_until <= now:
@@ -285,13 +288,22 @@ cdef class CqDispatcher:
         self.polled_at = now
         return True
 
-    cdef bint _has_processor(self, uint64_t now, uint64_t until) except -1:
-        # Whether this thread may poll until the given time: not if more threads of this process poll than it has
-        # processors.
+    cdef uint64_t _may_poll(self, uint32_t spin_ns) except? 0:
+        # Return the time until which this thread may poll that wants to poll for `spin_ns` from now; 0 if it may not,
+        # because other threads of this process poll on all processors.
+        cdef uint64_t now
+        if not spin_ns:
+            return 0
+        now = turn_clock()
         if now >= self.processors_due:
-            self.processors = self.count_processors()
-            self.processors_due = now + PROCESSORS_NS
-        return spinner_begin(now, until, self.processors)
+            self._count_processors()
+            now = turn_clock()
+        return now + spin_ns if spinner_begin(now, now + spin_ns, self.processors) else 0
+
+    cdef int _count_processors(self) except -1:
+        self.processors_due = turn_clock() + PROCESSORS_NS
+        self.processors = self.count_processors()
+        return 0
 
     cdef int _count_awaited(self, int change) except -1:
         # Count operations that a task suspends for, or no longer. If the model adapts, a wait begins with each such
@@ -441,8 +453,7 @@ cdef class CqDispatcher:
 
     cdef int _spin_while_quiet(self, Operation operation) except -1:
         # Spin for a short time before the task suspends, if its wait would poll.
-        cdef uint64_t now = turn_clock()
-        if not spin_budget(&self.estimate) or not self._has_processor(now, now + QUIET_SPIN_NS):
+        if not spin_budget(&self.estimate) or not self._may_poll(QUIET_SPIN_NS):
             return 0
         self.spun = self._spin(operation, QUIET_SPIN_NS)
         if operation.state == DONE and self.spun:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -163,6 +164,36 @@ async def test_a_process_with_a_single_processor_sleeps(
             device.faults.count_calls()
         statistics = pair.cq.statistics()
         assert (statistics.spins, statistics.wakeups) == (0, 3)
+
+
+async def test_loops_that_always_poll_take_the_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aioverbs._verbs.completion_queue.usable_processors", lambda: 2)
+    stop, polling = threading.Event(), threading.Barrier(3)
+
+    async def poll() -> None:
+        model = MessageModel.FORCE_LOW_LATENCY
+        async with open_device("soft0") as device, ends(device, message_model=model) as pair:
+            async with held_write(device, pair):
+                await turns(lambda: pair.cq.statistics().spins == 1)
+                await asyncio.sleep(0)
+                polling.wait(patience(20))
+                await turns(stop.is_set)
+
+    others = [asyncio.create_task(asyncio.to_thread(asyncio.run, poll())) for _ in range(2)]
+    await asyncio.to_thread(polling.wait, patience(20))
+    try:
+        async with open_device("soft0") as device, asyncio.timeout(patience(20)):
+            spins = 1
+            while spins:  # a loop that has not run for long does not count
+                async with ends(device) as pair:
+                    device.faults.count_calls()
+                    async with held_write(device, pair):
+                        await turns(lambda: device.faults.calls("req_notify_cq") > 0)
+                    device.faults.count_calls(False)
+                    spins = pair.cq.statistics().spins
+    finally:
+        stop.set()
+        await asyncio.wait(others)
 
 
 async def test_an_affinity_mask_of_one_processor_makes_waits_sleep(

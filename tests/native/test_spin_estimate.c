@@ -167,6 +167,26 @@ static void threads_poll_while_there_are_processors(void)
     CHECK(another_thread_begins(now + 100, now + 200, 2)); /* when the others must have ended */
 }
 
+static void *poll_in_thread(void *argument)
+{
+    spinner_note(*(uint64_t *)argument);
+    return NULL;
+}
+
+static void threads_that_poll_without_asking_count(void)
+{
+    uint64_t now = 3000000, until = now + 100;
+    pthread_t thread;
+
+    CHECK(spinner_begin(now, until, 2));
+    REQUIRE(!pthread_create(&thread, NULL, poll_in_thread, &until));
+    pthread_join(thread, NULL);
+    CHECK(!another_thread_begins(now, until, 2));
+    CHECK(another_thread_begins(now, until, 3));
+    spinner_note(now + 10); /* no sooner than before */
+    CHECK(!another_thread_begins(now + 50, until, 3));
+}
+
 static void a_single_processor_is_left_to_others(void)
 {
     CHECK(!spinner_begin(5000000, 5000100, 1));
@@ -189,4 +209,4 @@ CHECK_MAIN_ONCE(CASE(waits_that_are_short_when_they_poll_soon_poll), CASE(long_w
                 CASE(polling_that_makes_waits_longer_ends), CASE(polling_ends_when_waits_become_long_and_begins_again),
                 CASE(a_few_long_waits_among_short_ones_change_nothing), CASE(a_tie_changes_nothing),
                 CASE(the_budget_follows_the_waits_within_its_bounds), CASE(threads_poll_while_there_are_processors),
-                CASE(a_single_processor_is_left_to_others), CASE(more_threads_than_places_share_them))
+                CASE(threads_that_poll_without_asking_count), CASE(a_single_processor_is_left_to_others), CASE(more_threads_than_places_share_them))

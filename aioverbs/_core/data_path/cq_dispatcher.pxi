@@ -261,7 +261,10 @@ cdef class CqDispatcher:
         # Whether to poll again in the next turn, although no completion was found. If a wait polls, poll for a moment.
         cdef uint64_t now, until
         if self.model == POLLS:
-            return self.awaited > 0
+            if not self.awaited:
+                return False
+            spinner_note(turn_clock() + POLLED_TURN_NS)
+            return True
         if self.wait == WAIT_ENDED:     # the woken task runs in this turn of the loop, maybe after this
             self.wait = NO_WAIT
             return True
@@ -482,6 +485,7 @@ cdef class CqDispatcher:
                 now = turn_clock()
                 continue
             end = min(until, now + (SLICE_NS if now - began >= MOMENT_NS else MOMENT_NS))
+            spinner_note(end)
             self.handle._use("ibv_poll_cq")
             unlocked = now - began >= MOMENT_NS and not shared
             if unlocked:
@@ -677,3 +681,4 @@ cdef enum:
     QUIET_TURN_NS = 10000               # time within which a loop that has nothing else to do goes round
     QUIET_SPIN_NS = 20000               # time to spin in a turn of such a loop, if the model adapts
     SLICE_NS = 100000                   # time to spin without the GIL between two checks for signals
+    POLLED_TURN_NS = 1000000            # time until the next poll, at most, of a loop that polls in each turn

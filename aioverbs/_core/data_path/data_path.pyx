@@ -113,6 +113,7 @@ cdef extern from "data_path/spin_estimate.h" nogil:
     void spin_estimate_begin(spin_estimate *)
     uint32_t spin_budget(const spin_estimate *)
     void spin_note(spin_estimate *, uint64_t waited_ns, bint polled)
+    void spinner_note(uint64_t until)
     bint spinner_begin(uint64_t now, uint64_t until, uint32_t processors)
 
 cdef extern from "data_path/cq_poll.h" nogil:

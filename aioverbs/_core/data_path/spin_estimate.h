@@ -81,9 +81,9 @@ static inline void spin_note(struct spin_estimate *estimate, uint64_t waited_ns,
 
 /* ---- Threads that poll
  *
- * A thread counts as polling until the latest time at which it stops, even if it stops earlier: nothing must be undone
- * when an event loop, its thread or its queues end while they poll. Threads that begin at the same moment may not see
- * each other: for one wait, too many then poll. */
+ * Threads whose message model has them poll without asking count, too. A thread counts as polling until the latest time
+ * at which it stops, even if it stops earlier: nothing must be undone when an event loop, its thread or its queues end
+ * while they poll. Threads that begin at the same moment may not see each other: for one wait, too many then poll. */
 
 #define SPINNERS 64 /* further threads share places, and then count as one */
 
@@ -94,6 +94,23 @@ static struct {
 
 static __attribute__((tls_model("initial-exec"))) _Thread_local uint32_t spinner_place; /* of this thread, from 1 */
 
+/* Return the place of this thread. */
+static inline _Atomic uint64_t *spinner_own(void)
+{
+    if (!spinner_place)
+        spinner_place = atomic_fetch_add(&spinners.threads, 1) % SPINNERS + 1;
+    return &spinners.until[spinner_place - 1];
+}
+
+/* Count this thread as polling until `until`. */
+static inline void spinner_note(uint64_t until)
+{
+    _Atomic uint64_t *own = spinner_own();
+
+    if (atomic_load(own) < until)
+        atomic_store(own, until);
+}
+
 /* Have this thread poll from `now` until `until`, if it is one of at most `processors` threads that do, and there are
  * two processors or more: with a single one, polling keeps from running what is waited for. Return whether it may. */
 static inline bool spinner_begin(uint64_t now, uint64_t until, uint32_t processors)
@@ -103,16 +120,13 @@ static inline bool spinner_begin(uint64_t now, uint64_t until, uint32_t processo
 
     if (processors < 2)
         return false;
-    if (!spinner_place)
-        spinner_place = atomic_fetch_add(&spinners.threads, 1) % SPINNERS + 1;
-    own = &spinners.until[spinner_place - 1];
+    own = spinner_own();
     used = atomic_load(&spinners.threads);
     for (place = 0; place < used && place < SPINNERS; place++)
         others += &spinners.until[place] != own && atomic_load(&spinners.until[place]) > now;
     if (others >= processors)
         return false;
-    if (atomic_load(own) < until)
-        atomic_store(own, until);
+    spinner_note(until);
     return true;
 }
 

@@ -58,8 +58,9 @@ class MessageModel(enum.Enum):
     """
 
     DEFAULT = "default"
-    """An await polls for as long as recent waits on the completion queue show that polling pays, at most 100 us, then
-    sleeps until the completion channel wakes its loop. Other tasks of the loop run between two polls.
+    """An await polls for as long as recent waits on the completion queue show that polling pays, at most until 100 us
+    after the last task began to wait, then sleeps until the completion channel wakes its loop. Other tasks of the loop
+    run between two polls.
     """
 
 
@@ -128,8 +129,9 @@ class CompletionQueueStatistics(ResourceStatistics):
     :param late: number of completions polled so far whose queue had already been destroyed, or that belong to requests
         posted through a low-level handle.
     :param wakeups: number of times that the completion channel woke the loop.
-    :param spins: number of waits that polled before sleeping. With DEFAULT, a wait lasts from the suspension of a task
-        until the next completion that a task waits for; otherwise, each await is a wait.
+    :param spins: number of waits that polled before sleeping. With DEFAULT, a wait lasts from the last suspension of a
+        task, or from when the task began to poll before it, until the next completion that a task waits for; otherwise,
+        each await is a wait.
     :param spins_paid: number of waits that ended while polling.
     """
 

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from aioverbs import Device, MessageModel, open_device
+from aioverbs import Device, MessageModel, Operation, open_device
 from aioverbs._verbs import processors
 from tests.capabilities import Capability, needs
 from tests.data_path.ends import Ends, ends
@@ -26,6 +26,10 @@ ENOUGH = 8  # processors
 @pytest.fixture(autouse=True)
 def _enough_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioverbs._verbs.completion_queue.usable_processors", lambda: ENOUGH)
+
+
+async def wait(operation: Operation[object]) -> None:
+    await operation
 
 
 async def write(pair: Ends) -> None:
@@ -237,6 +241,31 @@ async def test_processors_are_counted_again(device: Device, monkeypatch: pytest.
         await asyncio.sleep(1)
         async with held_write(device, pair):
             await turns(lambda: pair.cq.statistics().spins == 1)
+
+
+async def spins_of_cancelled_waits(device: Device, pair: Ends, count: int) -> int:
+    """Await writes and cancel each wait after 150 us; return how many of the waits polled."""
+    before = pair.cq.statistics().spins
+    for _ in range(count):
+        hold(device, pair.near)
+        task = asyncio.create_task(write(pair))
+        end = time.perf_counter_ns() + 150_000
+        await turns(lambda end=end: time.perf_counter_ns() > end)  # type: ignore[misc]
+        task.cancel()
+        await asyncio.wait([task])
+        unhold(device, pair.near)
+    return pair.cq.statistics().spins - before
+
+
+@pytest.mark.parametrize("beside", [False, True])
+async def test_waits_that_are_cancelled_soon_seldom_poll(beside: bool) -> None:
+    async with open_device("soft0", execution="inline") as device, ends(device) as pair:
+        receive = asyncio.create_task(wait(pair.receive())) if beside else None
+        await spins_of_cancelled_waits(device, pair, 60)
+        assert await spins_of_cancelled_waits(device, pair, 60) <= 10
+        if receive is not None:
+            await pair.near.send(None)
+            await receive
 
 
 async def test_a_cancelled_wait_stops_polling(device: Device) -> None:

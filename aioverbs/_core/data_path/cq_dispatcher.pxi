@@ -9,10 +9,11 @@ cdef enum model:
 cdef enum wait:
     NO_WAIT                             # no task awaits an operation
     WAIT_ENDED                          # no task awaits an operation, but one was woken that polls, and may await more
-    WAIT_BEGUN                          # whether to poll is not decided yet
     WAIT_ASLEEP                         # sleeps, and did not poll before
-    WAIT_POLLING
     WAIT_POLLED                         # sleeps, after polling in vain
+    WAIT_BEGUN                          # whether to poll is not decided yet
+    WAIT_SPUN                           # the same, but the task spun before it suspended
+    WAIT_POLLING
 
 cdef uint64_t PROCESSORS_NS = 10**9     # interval at which processors are counted again, at the earliest
 
@@ -50,7 +51,8 @@ cdef class CqDispatcher:
     of them from running. While the loop has nothing else to do, a task that is the only one to await an operation also
     spins, for so short a time that it matters little if something comes up meanwhile. A wait begins when a task
     suspends for an operation, and ends with the completion of an operation that a task is suspended for; if further
-    tasks are suspended then, the next wait begins.
+    tasks are suspended then, the next wait begins. A wait also ends, for as long as it took, when another task suspends
+    for an operation, which begins the next wait, and when the last task is cancelled.
 
     In the child of a fork, a loop of the parent may continue to run (`asyncio.run` allows that after a SystemExit) and
     call what the parent scheduled. The dispatcher does nothing there: the objects are the parent's. The dispatcher does
@@ -98,7 +100,7 @@ cdef class CqDispatcher:
     cdef int wait                       # if the model adapts: how the wait in progress waits
     cdef uint64_t wait_began
     cdef uint64_t spin_until            # time at which the wait in progress begins to sleep, while it polls
-    cdef uint64_t spun                  # time for which the task spun before it suspended
+    cdef uint64_t spun                  # time for which the task spun that is about to suspend
     cdef uint64_t polled_at             # time of the last poll in turns
     cdef bint quiet                     # whether the loop had nothing else to do between two polls
     cdef spin_estimate estimate
@@ -268,17 +270,17 @@ cdef class CqDispatcher:
         if self.wait == WAIT_ENDED:     # the woken task runs in this turn of the loop, maybe after this
             self.wait = NO_WAIT
             return True
-        if not self.awaited or (self.wait != WAIT_BEGUN and self.wait != WAIT_POLLING):
+        if not self.awaited or self.wait < WAIT_BEGUN:
             return False
         now = turn_clock()
-        if self.wait == WAIT_BEGUN:
+        if self.wait != WAIT_POLLING:
             self.spin_until = self._may_poll(spin_budget(&self.estimate))
             if not self.spin_until:
-                self.wait = WAIT_ASLEEP
+                self.wait = WAIT_POLLED if self.wait == WAIT_SPUN else WAIT_ASLEEP
                 return False
             now = turn_clock()
+            self.spins += self.wait == WAIT_BEGUN
             self.wait = WAIT_POLLING
-            self.spins += not self.spun     # else counted before
         elif self.spin_until <= now:
             self.wait = WAIT_POLLED
             return False
@@ -310,29 +312,35 @@ cdef class CqDispatcher:
 
     cdef int _count_awaited(self, int change) except -1:
         # Count operations that a task suspends for, or no longer. If the model adapts, a wait begins with each such
-        # operation; if an earlier wait is polling, it goes on for as long again.
+        # operation. A dispatch ends the wait by itself.
         cdef uint64_t now
         self.awaited += change
-        if change < 0 or self.model != ADAPTS:
+        if self.model != ADAPTS or (change < 0 and (self.awaited or self.dispatching)):
             return 0
         now = turn_clock()
-        if self.wait == WAIT_POLLING and self.awaited > 1:
-            self.spin_until += now - self.wait_began
-        else:
-            if self.wait == WAIT_POLLED:
-                spin_note(&self.estimate, now - self.wait_began, True)
-            self.wait = WAIT_BEGUN
+        if change < 0:
+            self._note_wait(now)
+            self.wait = NO_WAIT
+            return 0
+        if self.awaited > 1:
+            self._note_wait(now)
+        self.wait = WAIT_SPUN if self.spun else WAIT_BEGUN
         self.wait_began = now - self.spun
+        self.spun = 0
         return 0
+
+    cdef bint _note_wait(self, uint64_t now) noexcept:
+        # Note for how long the wait in progress has polled or slept. Return whether it polled.
+        cdef bint polled = self.wait == WAIT_POLLED or self.wait > WAIT_BEGUN
+        if polled or self.wait == WAIT_ASLEEP:
+            spin_note(&self.estimate, now - self.wait_began, polled)
+        return polled
 
     cdef int _end_wait(self) except -1:
         # Note that an operation has completed that a task is suspended for, while a wait is in progress.
         cdef uint64_t now = turn_clock()
-        cdef bint polled = self.wait >= WAIT_POLLING or (self.wait == WAIT_BEGUN and self.spun > 0)
-        if polled or self.wait == WAIT_ASLEEP:  # else it neither polled nor slept
-            spin_note(&self.estimate, now - self.wait_began, polled)
-        self.spins_paid += polled and self.wait != WAIT_POLLED
-        self.spun = 0
+        cdef bint polled = self._note_wait(now)
+        self.spins_paid += self.wait > WAIT_BEGUN
         self.wait = WAIT_BEGUN if self.awaited else WAIT_ENDED if polled else NO_WAIT
         self.wait_began = now
         return 0
@@ -394,6 +402,8 @@ cdef class CqDispatcher:
         # Raise AffinityError if the caller is not the owner, even if the outcome is known.
         cdef v.ibv_wc wcs[POLL_BATCH]
         cdef int found
+        if spins:
+            self.spun = 0
         if operation.state != POSTED and operation.state != WAITING:
             return _check_owner(self.handle)    # the handle may be destroyed: a known outcome stays known
         if self.dispatching:
@@ -408,10 +418,8 @@ cdef class CqDispatcher:
         if spins and operation.state == POSTED and self.model != SLEEPS:
             if self.model != ADAPTS:
                 self._spin(operation, self.spin_ns)
-            else:
-                self.spun = 0
-                if self.quiet and not self.awaited and not self.any_thread:
-                    self._spin_while_quiet(operation)
+            elif self.quiet and not self.awaited and not self.any_thread:
+                self._spin_while_quiet(operation)
         return 0
 
     cdef int _poll(self, v.ibv_wc *wcs) noexcept:
@@ -461,6 +469,7 @@ cdef class CqDispatcher:
         self.spun = self._spin(operation, QUIET_SPIN_NS)
         if operation.state == DONE and self.spun:
             spin_note(&self.estimate, self.spun, True)
+            self.spun = 0
             self.wait = WAIT_ENDED
         return 0
 

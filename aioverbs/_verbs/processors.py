@@ -1,5 +1,5 @@
-"""Number of processors that a thread of this process may use at the same time as other threads, by its affinity mask and
-by the limits of the cgroups."""
+"""Number of processors that threads of this process may use at the same time, by their affinity mask and by the limits
+of the cgroups."""
 
 import functools
 import os

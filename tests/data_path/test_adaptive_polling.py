@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from aioverbs import Device, MessageModel, Operation, open_device
+from aioverbs import Device, MessageModel, ThreadModel, open_device
 from aioverbs._verbs import processors
 from tests.capabilities import Capability, needs
 from tests.data_path.ends import Ends, ends
@@ -28,8 +28,8 @@ def _enough_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioverbs._verbs.completion_queue.usable_processors", lambda: ENOUGH)
 
 
-async def wait(operation: Operation[object]) -> None:
-    await operation
+async def receive(pair: Ends) -> None:
+    await pair.receive()
 
 
 async def write(pair: Ends) -> None:
@@ -50,6 +50,12 @@ async def turns(condition: Callable[[], bool]) -> None:
     """Run turns of the loop until a condition is true. Callbacks that polls schedule run after this task."""
     while not condition():  # noqa: ASYNC110  (each turn is counted)
         await asyncio.sleep(0)
+
+
+async def turns_for(nanoseconds: int) -> None:
+    """Run turns of the loop for some time."""
+    end = time.perf_counter_ns() + nanoseconds
+    await turns(lambda: time.perf_counter_ns() > end)
 
 
 async def wait_for_long(device: Device, pair: Ends) -> None:
@@ -110,37 +116,24 @@ async def test_other_tasks_run_between_two_polls(device: Device) -> None:
 
 
 async def await_writes(pair: Ends, count: int) -> int:
-    """Await writes, one after the other; return the number of turns of the loop meanwhile."""
-    loop, turn_count = asyncio.get_running_loop(), 0
-    handle: asyncio.Handle | None = None
+    """Await writes, one after the other; return how many completed while the task spun, and did not suspend."""
+    loop = asyncio.get_running_loop()
+    create_future = loop.create_future
+    suspended, paid = 0, pair.cq.statistics().spins_paid
 
-    def next_turn() -> None:
-        nonlocal turn_count, handle
-        turn_count += 1
-        handle = loop.call_soon(next_turn)
+    def counted() -> "asyncio.Future[object]":
+        nonlocal suspended
+        suspended += 1
+        return create_future()
 
-    next_turn()
-    for _ in range(count):
-        await pair.write(b"x")
-    assert handle is not None
-    handle.cancel()
-    return turn_count
-
-
-async def test_a_task_spins_in_a_loop_that_is_quiet() -> None:
-    async with (
-        open_device("soft0", execution="thread") as device,
-        ends(device) as pair,
-        asyncio.timeout(patience(50)),
-    ):
-        while True:
-            before = pair.cq.statistics().spins_paid
-            turn_count = await await_writes(pair, 200)
-            if pair.cq.statistics().spins_paid - before > turn_count:  # not all of them polled in turns
-                break
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "create_future", counted)
+        for _ in range(count):
+            await pair.write(b"x")
+    return pair.cq.statistics().spins_paid - paid - suspended
 
 
-async def test_a_task_does_not_spin_beside_others() -> None:
+async def test_a_task_spins_only_while_the_loop_has_nothing_else_to_do() -> None:
     async def work() -> None:
         while True:
             end = time.perf_counter_ns() + 50_000
@@ -148,11 +141,56 @@ async def test_a_task_does_not_spin_beside_others() -> None:
                 pass
             await asyncio.sleep(0)
 
-    async with open_device("soft0", execution="thread") as device, ends(device) as pair:
+    async with open_device("soft0", execution="thread", delay_ns=12_000) as device, ends(device) as pair:
+        async with asyncio.timeout(patience(50)):
+            while await await_writes(pair, 200) <= 0:
+                pass
         working = asyncio.create_task(work())
-        turn_count = await await_writes(pair, 1000)
-        assert pair.cq.statistics().spins <= turn_count
+        await await_writes(pair, 10)
+        assert await await_writes(pair, 500) <= 50
         working.cancel()
+
+
+async def test_waits_beside_ready_tasks_seldom_poll() -> None:
+    async with open_device("soft0", execution="thread", delay_ns=60_000) as device, ends(device) as pair:
+        ready = asyncio.create_task(turns(lambda: False))
+        for _ in range(300):
+            await write(pair)
+        before = pair.cq.statistics().spins
+        for _ in range(500):
+            await write(pair)
+        assert pair.cq.statistics().spins - before <= 50
+        ready.cancel()
+
+
+async def test_two_queues_of_a_loop_poll_and_then_sleep(device: Device) -> None:
+    async with ends(device) as one, ends(device) as other:
+        device.faults.count_calls()
+        hold(device, one.near, other.near)
+        waiting = [asyncio.create_task(write(pair)) for pair in (one, other)]
+        await turns(lambda: device.faults.calls("req_notify_cq") == 2)
+        assert await polled_turns(one.cq) == await polled_turns(other.cq) == 0
+        unhold(device, one.near, other.near)
+        await asyncio.gather(*waiting)
+        for pair in (one, other):
+            statistics = pair.cq.statistics()
+            assert (statistics.spins, statistics.spins_paid, statistics.wakeups) == (1, 0, 1)
+
+
+async def test_waits_of_another_loop_poll_and_then_sleep(device: Device) -> None:
+    async def await_some(pair: Ends) -> None:
+        for _ in range(200):
+            await write(pair)
+
+    async with ends(device, thread_model=ThreadModel.SAFE) as pair:
+        await asyncio.to_thread(asyncio.run, await_some(pair))
+        hold(device, pair.near)
+        thread = asyncio.create_task(asyncio.to_thread(asyncio.run, write(pair)))
+        await until(lambda: pair.cq.statistics().in_flight == 1)
+        await asyncio.sleep(0.05)
+        assert await polled_turns(pair.cq) == 0
+        unhold(device, pair.near)
+        await thread
 
 
 @pytest.mark.parametrize("count", [0, 1])
@@ -176,12 +214,15 @@ async def test_loops_that_always_poll_take_the_processors(monkeypatch: pytest.Mo
 
     async def poll() -> None:
         model = MessageModel.FORCE_LOW_LATENCY
-        async with open_device("soft0") as device, ends(device, message_model=model) as pair:
-            async with held_write(device, pair):
-                await turns(lambda: pair.cq.statistics().spins == 1)
-                await asyncio.sleep(0)
-                polling.wait(patience(20))
-                await turns(stop.is_set)
+        async with (
+            open_device("soft0") as device,
+            ends(device, message_model=model) as pair,
+            held_write(device, pair),
+        ):
+            await turns(lambda: pair.cq.statistics().spins == 1)
+            await asyncio.sleep(0)
+            polling.wait(patience(20))
+            await turns(stop.is_set)
 
     others = [asyncio.create_task(asyncio.to_thread(asyncio.run, poll())) for _ in range(2)]
     await asyncio.to_thread(polling.wait, patience(20))
@@ -249,8 +290,7 @@ async def spins_of_cancelled_waits(device: Device, pair: Ends, count: int) -> in
     for _ in range(count):
         hold(device, pair.near)
         task = asyncio.create_task(write(pair))
-        end = time.perf_counter_ns() + 150_000
-        await turns(lambda end=end: time.perf_counter_ns() > end)  # type: ignore[misc]
+        await turns_for(150_000)
         task.cancel()
         await asyncio.wait([task])
         unhold(device, pair.near)
@@ -260,12 +300,12 @@ async def spins_of_cancelled_waits(device: Device, pair: Ends, count: int) -> in
 @pytest.mark.parametrize("beside", [False, True])
 async def test_waits_that_are_cancelled_soon_seldom_poll(beside: bool) -> None:
     async with open_device("soft0", execution="inline") as device, ends(device) as pair:
-        receive = asyncio.create_task(wait(pair.receive())) if beside else None
+        receiving = asyncio.create_task(receive(pair)) if beside else None
         await spins_of_cancelled_waits(device, pair, 60)
         assert await spins_of_cancelled_waits(device, pair, 60) <= 10
-        if receive is not None:
+        if receiving is not None:
             await pair.near.send(None)
-            await receive
+            await receiving
 
 
 async def test_a_cancelled_wait_stops_polling(device: Device) -> None:

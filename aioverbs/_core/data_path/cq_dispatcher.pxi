@@ -47,12 +47,13 @@ cdef class CqDispatcher:
     A task that awaits an operation first polls by itself, and spins (polls for some time) if the message model says so.
 
     If the message model adapts, `_turn` polls in every turn while a task awaits an operation, for as long as the waits
-    before it show that this pays (``spin_estimate.h``). Other tasks run between two polls, so that polling keeps none
-    of them from running. While the loop has nothing else to do, a task that is the only one to await an operation also
-    spins, for so short a time that it matters little if something comes up meanwhile. A wait begins when a task
-    suspends for an operation, and ends with the completion of an operation that a task is suspended for; if further
-    tasks are suspended then, the next wait begins. A wait also ends, for as long as it took, when another task suspends
-    for an operation, which begins the next wait, and when the last task is cancelled.
+    before it show that this pays (``spin_estimate.h``), which it does not while the loop always has other tasks to run.
+    While the loop has nothing else to do, `_turn` also spins for a moment, and so does a task that is the only one to
+    await an operation, for so short a time that it matters little if something comes up meanwhile.
+
+    A wait begins when a task suspends for an operation, and ends with the completion of an operation that a task is
+    suspended for; if further tasks are suspended then, the next wait begins. A wait also ends, for as long as it took,
+    when another task suspends for an operation, which begins the next wait, and when the last task is cancelled.
 
     In the child of a fork, a loop of the parent may continue to run (`asyncio.run` allows that after a SystemExit) and
     call what the parent scheduled. The dispatcher does nothing there: the objects are the parent's. The dispatcher does
@@ -101,8 +102,10 @@ cdef class CqDispatcher:
     cdef uint64_t wait_began
     cdef uint64_t spin_until            # time at which the wait in progress begins to sleep, while it polls
     cdef uint64_t spun                  # time for which the task spun that is about to suspend
-    cdef uint64_t polled_at             # time of the last poll in turns
-    cdef bint quiet                     # whether the loop had nothing else to do between two polls
+    cdef uint64_t sleeps                # `thread_sleeps` when the wait in progress went asleep
+    cdef uint64_t left_at               # time at which the wait in progress last left the loop to others
+    cdef uint64_t left_in               # number of the turn in which that was
+    cdef bint quiet                     # whether the loop seems to have had nothing else to do since then
     cdef spin_estimate estimate
     cdef object count_processors
     cdef uint32_t processors            # number of processors that the thread of the home loop may use
@@ -246,6 +249,8 @@ cdef class CqDispatcher:
         # Post waiting requests, dispatch completions, and make sure that the next completion is found: arm the queue,
         # or schedule another turn.
         cdef int found
+        if self.wait >= WAIT_BEGUN and turn_now.number != self.left_in:
+            self.quiet = self.estimate.idle and turn_clock() - self.left_at < QUIET_TURN_NS
         self._flush()
         found = self._drain(MAX_DRAIN)
         if not self.in_flight or self.error is not None:
@@ -260,8 +265,9 @@ cdef class CqDispatcher:
         return 0
 
     cdef bint _polls_again(self) except -1:
-        # Whether to poll again in the next turn, although no completion was found. If a wait polls, poll for a moment.
-        cdef uint64_t now, until
+        # Whether to poll again in the next turn, although no completion was found. If a wait polls while the loop has
+        # nothing else to do, poll for a moment.
+        cdef uint64_t now, began, until
         if self.model == POLLS:
             if not self.awaited:
                 return False
@@ -276,7 +282,7 @@ cdef class CqDispatcher:
         if self.wait != WAIT_POLLING:
             self.spin_until = self._may_poll(spin_budget(&self.estimate))
             if not self.spin_until:
-                self.wait = WAIT_POLLED if self.wait == WAIT_SPUN else WAIT_ASLEEP
+                self._fall_asleep()
                 return False
             now = turn_clock()
             self.spins += self.wait == WAIT_BEGUN
@@ -284,14 +290,26 @@ cdef class CqDispatcher:
         elif self.spin_until <= now:
             self.wait = WAIT_POLLED
             return False
-        else:
-            self.quiet = now - self.polled_at < QUIET_TURN_NS
-        # About as long as a turn of the loop takes otherwise: the loop's other tasks keep half of the time.
-        until = now + MOMENT_NS
-        while now < until and not self._drain(MAX_DRAIN):
-            now = turn_clock()
-        self.polled_at = now
+        if self.quiet and turn_now.spun < MOMENT_NS:    # all queues of the loop share the moment
+            began, until = now, now + MOMENT_NS - turn_now.spun
+            while now < until and not self._drain(MAX_DRAIN):
+                now = turn_clock()
+            turn_now.spun += now - began
+        self._leave_loop(now)
         return True
+
+    cdef void _leave_loop(self, uint64_t now) noexcept:
+        # Note that the wait in progress leaves the loop to others.
+        self.left_at = now
+        self.left_in = turn_now.number
+
+    cdef void _fall_asleep(self) noexcept:
+        # Note that the wait in progress sleeps without having polled in turns.
+        if self.wait == WAIT_SPUN:
+            self.wait = WAIT_POLLED
+        else:
+            self.wait = WAIT_ASLEEP
+            self.sleeps = thread_sleeps() if self.processors > 1 else SLEEPS_UNKNOWN
 
     cdef uint64_t _may_poll(self, uint32_t spin_ns) except? 0:
         # Return the time until which this thread may poll that wants to poll for `spin_ns` from now; 0 if it may not,
@@ -327,14 +345,23 @@ cdef class CqDispatcher:
         self.wait = WAIT_SPUN if self.spun else WAIT_BEGUN
         self.wait_began = now - self.spun
         self.spun = 0
+        self._leave_loop(now)
         return 0
 
-    cdef bint _note_wait(self, uint64_t now) noexcept:
+    cdef bint _note_wait(self, uint64_t now) except -1:
         # Note for how long the wait in progress has polled or slept. Return whether it polled.
         cdef bint polled = self.wait == WAIT_POLLED or self.wait > WAIT_BEGUN
-        if polled or self.wait == WAIT_ASLEEP:
-            spin_note(&self.estimate, now - self.wait_began, polled)
+        if polled:
+            spin_note_polled(&self.estimate, now - self.wait_began)
+        elif self.wait == WAIT_ASLEEP:
+            spin_note_asleep(&self.estimate, now - self.wait_began, self._thread_slept())
         return polled
+
+    cdef bint _thread_slept(self) except -1:
+        # Whether the thread of the home loop has slept since the wait in progress went asleep, or this is unknown.
+        if self.sleeps == SLEEPS_UNKNOWN or (self.any_thread and not self.home.owns()):
+            return True
+        return thread_sleeps() != self.sleeps
 
     cdef int _end_wait(self) except -1:
         # Note that an operation has completed that a task is suspended for, while a wait is in progress.
@@ -343,6 +370,7 @@ cdef class CqDispatcher:
         self.spins_paid += self.wait > WAIT_BEGUN
         self.wait = WAIT_BEGUN if self.awaited else WAIT_ENDED if polled else NO_WAIT
         self.wait_began = now
+        self._leave_loop(now)
         return 0
 
     cdef int _arm(self) except -1:
@@ -468,7 +496,7 @@ cdef class CqDispatcher:
             return 0
         self.spun = self._spin(operation, QUIET_SPIN_NS)
         if operation.state == DONE and self.spun:
-            spin_note(&self.estimate, self.spun, True)
+            spin_note_polled(&self.estimate, self.spun)
             self.spun = 0
             self.wait = WAIT_ENDED
         return 0

@@ -109,10 +109,13 @@ cdef extern from "data_path/loop_budget.h" nogil:
 
 cdef extern from "data_path/spin_estimate.h" nogil:
     struct spin_estimate:
-        pass
+        bint idle
     void spin_estimate_begin(spin_estimate *)
     uint32_t spin_budget(const spin_estimate *)
-    void spin_note(spin_estimate *, uint64_t waited_ns, bint polled)
+    void spin_note_polled(spin_estimate *, uint64_t waited_ns)
+    void spin_note_asleep(spin_estimate *, uint64_t waited_ns, bint slept)
+    const uint64_t SLEEPS_UNKNOWN
+    uint64_t thread_sleeps()
     void spinner_note(uint64_t until)
     bint spinner_begin(uint64_t now, uint64_t until, uint32_t processors)
 

@@ -7,38 +7,43 @@
  * probe, which does the other:
  *
  *     sleeps -> polls    waits that polled were shorter by a sixteenth, and took less than SPIN_LIMIT_NS
- *     polls -> sleeps    waits that polled were longer, or took more than SPIN_LIMIT_NS by a quarter
+ *     polls -> sleeps    waits that polled were not, or took more than SPIN_LIMIT_NS by a quarter
  *
  * A sixteenth is little, since two ends of a connection that poll gain far more than the first of them alone, and each
- * decides for itself. The number of waits between two probes doubles with each probe that did not speak for a change,
- * and is halved by each that did. While waits sleep it grows up to SPIN_GAP: polling in vain costs SPIN_LIMIT_NS in
- * that many waits, in which other tasks run. While waits poll it grows up to SPIN_GAP_POLLING, since a change that
- * makes polling slower is seen without probes. */
+ * decides for itself. A probe counts for more than another wait, so that a few of them show that something has changed.
+ *
+ * If a loop has other tasks that are ready, polling takes time from them and shortens no wait: the loop does not sleep,
+ * and finds the event of the completion in its next turn. Waits thus sleep if the loop's thread did not sleep in the
+ * last of them that did not poll, or, while waits poll, in the last two probes. Short waits do not count: the thread
+ * may not have come to sleep, and the event is a large part of them. */
 #ifndef AIOVERBS_SPIN_ESTIMATE_H
 #define AIOVERBS_SPIN_ESTIMATE_H
 
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
+#include <sys/resource.h> /* RUSAGE_THREAD, with _GNU_SOURCE */
 
 #define SPIN_LIMIT_NS 100000 /* longest polling: about what a peer that slept takes to wake up and answer */
 #define SPIN_LEAST_NS 20000
 #define SPIN_LONG_NS (2 * SPIN_LIMIT_NS) /* what a longer wait counts for: polling makes no difference to it */
 #define SPIN_WEIGHT 8                    /* a mean moves by this fraction of the difference with each wait */
-#define SPIN_GAP 128
-#define SPIN_GAP_POLLING 1024
+#define SPIN_PROBE_WEIGHT 4              /* the same with each probe */
+#define SPIN_GAP 64                      /* number of waits that sleep between two probes */
+#define SPIN_GAP_POLLING 128             /* number of waits that poll between two probes */
 
 struct spin_estimate {
-    int32_t mean_ns[2]; /* of recent waits that slept at once, and that polled */
-    uint32_t gap;       /* number of waits between the last two probes */
+    int32_t mean_ns[2]; /* of recent waits that slept at once, and that polled; 0 if there was none */
     uint32_t left;      /* number of waits before the next probe */
     bool pays;          /* whether waits that are no probe poll */
+    bool idle;          /* whether the thread slept in the last wait that did not poll, as nothing else was to do */
+    bool busy;          /* whether it did not, although that wait was long */
 };
 
 /* Nothing is known yet: poll in the first waits, as the other end does if it begins at the same time. */
 static inline void spin_estimate_begin(struct spin_estimate *estimate)
 {
-    *estimate = (struct spin_estimate){.mean_ns = {SPIN_LONG_NS, SPIN_LIMIT_NS / 2}, .gap = 1, .left = 1, .pays = true};
+    *estimate = (struct spin_estimate){.mean_ns = {0, SPIN_LIMIT_NS / 2}, .left = 1, .pays = true};
 }
 
 /* Return for how many nanoseconds a wait should poll that begins now; 0 to sleep at once. */
@@ -54,29 +59,55 @@ static inline uint32_t spin_budget(const struct spin_estimate *estimate)
     return 0;
 }
 
-/* Note a wait that has ended: how long it took, and whether it polled. */
-static inline void spin_note(struct spin_estimate *estimate, uint64_t waited_ns, bool polled)
+/* Note a wait that has ended: how long it took, and whether it polled. If `beside`, polling does not pay anyway. */
+static inline void spin_note(struct spin_estimate *estimate, uint64_t waited_ns, bool polled, bool beside)
 {
     int32_t waited = waited_ns < SPIN_LONG_NS ? (int32_t)waited_ns : SPIN_LONG_NS;
     int32_t *mean = estimate->mean_ns, shorter;
-    bool pays = estimate->pays;
-    uint32_t most = pays ? SPIN_GAP_POLLING : SPIN_GAP;
+    bool probe = polled != estimate->pays, changes;
 
-    mean[polled] += (waited - mean[polled]) / SPIN_WEIGHT;
+    if (mean[polled])
+        mean[polled] += (waited - mean[polled]) / (probe ? SPIN_PROBE_WEIGHT : SPIN_WEIGHT);
+    else
+        mean[polled] = waited;
     shorter = mean[false] - mean[false] / 16;
-    if (pays ? mean[true] > mean[false] || mean[true] > SPIN_LIMIT_NS / 4 * 5
-             : mean[true] < shorter && mean[true] < SPIN_LIMIT_NS) {
-        estimate->pays = !pays;
-        estimate->gap = estimate->left = 1;
-    } else if (polled == pays) {
+    if (estimate->pays)
+        changes = beside || (mean[false] && mean[true] >= shorter) || mean[true] > SPIN_LIMIT_NS / 4 * 5;
+    else
+        changes = !estimate->busy && mean[true] < shorter && mean[true] < SPIN_LIMIT_NS;
+    estimate->pays ^= changes;
+    if (probe || changes)
+        estimate->left = !estimate->pays ? SPIN_GAP : estimate->busy ? 1 : SPIN_GAP_POLLING;
+    else
         estimate->left -= estimate->left > 0;
-    } else {
-        if (pays ? waited < mean[true] : waited < shorter && waited < SPIN_LIMIT_NS)
-            estimate->gap /= 2;
-        else
-            estimate->gap = estimate->gap < most / 2 ? 2 * estimate->gap + !estimate->gap : most;
-        estimate->left = estimate->gap;
-    }
+}
+
+/* Note a wait that polled: how long it took. */
+static inline void spin_note_polled(struct spin_estimate *estimate, uint64_t waited_ns)
+{
+    spin_note(estimate, waited_ns, true, false);
+}
+
+/* Note a wait that did not poll: how long it took, and whether the thread slept meanwhile. */
+static inline void spin_note_asleep(struct spin_estimate *estimate, uint64_t waited_ns, bool slept)
+{
+    bool busy = !slept && waited_ns >= SPIN_LEAST_NS, twice = busy && estimate->busy;
+
+    estimate->idle = slept;
+    estimate->busy = busy;
+    spin_note(estimate, waited_ns, false, twice);
+}
+
+#define SLEEPS_UNKNOWN UINT64_MAX
+
+/* Return how often this thread has slept so far; SLEEPS_UNKNOWN if the kernel counts no context switches at all. */
+static inline uint64_t thread_sleeps(void)
+{
+    struct rusage usage;
+
+    if (getrusage(RUSAGE_THREAD, &usage) || !(usage.ru_nvcsw | usage.ru_nivcsw))
+        return SLEEPS_UNKNOWN;
+    return (uint64_t)usage.ru_nvcsw;
 }
 
 /* ---- Threads that poll

@@ -125,13 +125,13 @@ COSTS = {
     # and the completion of the send wakes the sender.
     "message": Cost(256, {"epoll_wait": (256, 128), "read": (256, 256), "write": (256, 256)}, (5977, 2522)),
     "message by Unix socket": Cost(256, MESSAGE_BY_SOCKET, (4962, 2522), within=CHECK_TOLERANCE),
-    "message by rings": Cost(256, MESSAGE_BY_RINGS, (5342, 2522), within=CHECK_TOLERANCE),
+    "message by rings": Cost(256, MESSAGE_BY_RINGS, (4964, 2522), within=CHECK_TOLERANCE),
     "message by TCP": Cost(256, MESSAGE_BY_SOCKET, (4962, 2522), within=CHECK_TOLERANCE),
     # Each is read from the peer's memory, after a check that the peer still lives.
     "message of 32 KiB, direct": Cost(
         256,
         {**MESSAGE_BY_RINGS, "poll": (128, 128), "process_vm_readv": (128, 128)},
-        (5598, 2778),
+        (5220, 2778),
         within=CHECK_TOLERANCE,
     ),
     # Awaits that complete at once, with a turn of the loop after a number of them.

@@ -261,6 +261,17 @@ static void a_frame_in_pieces(void)
     close_nodes();
 }
 
+/* Read all answers that are in the ring, and say so as an honest peer does. */
+static void read_answers(struct soft_stream *peer)
+{
+    uint32_t available;
+
+    REQUIRE(soft_ring_available(&peer->ring_in, &available));
+    peer->ring_in.head += available;
+    soft_ring_release(&peer->ring_in);
+    soft_rings_notify(peer, SOFT_WANTS_ROOM);
+}
+
 /* A peer that reads no answers has no more requests handled than there is memory for answers, and delays no other. */
 static void a_peer_that_reads_nothing(void)
 {
@@ -282,12 +293,7 @@ static void a_peer_that_reads_nothing(void)
     EVENTUALLY(a->responses == 11);
     /* It reads on, and says so as an honest one does: the rest is handled. */
     while (b->requests < 2000) {
-        uint32_t available;
-
-        REQUIRE(soft_ring_available(&peer.ring_in, &available));
-        peer.ring_in.head += available;
-        soft_ring_release(&peer.ring_in);
-        soft_rings_notify(&peer, SOFT_WANTS_ROOM);
+        read_answers(&peer);
         sleep_us(100);
     }
     drop_peer(&peer);
@@ -315,7 +321,10 @@ static void room_that_is_asked_for(void)
 
 /* ---- Many peers ---------------------------------------------------------------------------------------------- */
 
-enum { MANY = 40 }; /* more than one poll serves, and than one looks at while they are idle */
+enum {
+    MANY = 40,     /* more than one poll serves, and than one looks at while they are idle */
+    PAUSING = 200, /* reads of 4 KiB whose answers do not fit into the ring and what is queued for it */
+};
 
 static void open_many(struct soft_stream *peers)
 {
@@ -385,6 +394,103 @@ static void many_peers_that_are_idle(void)
         soft_fabric_poll_locked(fabric, false);
     CHECK_EQ(b->requests, before + MANY);
     CHECK(fabric->unarmed > 16);
+    drop_many(peers);
+    close_nodes();
+}
+
+/* Have 40 peers write more requests than there is room for answers, which they do not read, and give each a turn. */
+static void pause_many(struct soft_stream *peers)
+{
+    struct soft_fabric *fabric = b->device.fabric;
+    struct soft_stream *stream;
+    unsigned int i, j;
+
+    for (i = 0; i < MANY; i++)
+        for (j = 0; j < PAUSING; j++)
+            CHECK(write_request(&peers[i], IBV_WR_RDMA_READ, j, 4096) == SOFT_FRAME_SIZE);
+    for (i = 0; i < 100; i++)
+        soft_fabric_poll_locked(fabric, false);
+    for (i = 0, stream = fabric->streams; stream; stream = stream->next)
+        i += stream->paused;
+    CHECK_EQ(i, MANY);
+}
+
+/* Peers that read no answers cost a thread that polls, or that is about to sleep, nothing: they ring when they read. */
+static void many_peers_that_read_nothing(void)
+{
+    uint64_t end = now_ns() + WAIT_S * 1000000000ull;
+    struct soft_stream peers[MANY];
+    struct soft_fabric *fabric;
+    unsigned int i, before;
+
+    open_nodes();
+    fabric = b->device.fabric;
+    before = b->requests;
+    open_many(peers);
+    pause_many(peers);
+    for (i = 0; i < 1000; i++)
+        soft_fabric_poll_locked(fabric, false);
+    CHECK_EQ(fabric->unarmed, 16);
+    CHECK(!soft_rings_arm(fabric)); /* no thread is kept from sleeping */
+    CHECK_EQ(fabric->unarmed, 0);
+    while (b->requests < before + MANY * PAUSING && now_ns() < end) {
+        for (i = 0; i < MANY; i++)
+            read_answers(&peers[i]);
+        soft_fabric_poll_locked(fabric, true);
+    }
+    CHECK_EQ(b->requests, before + MANY * PAUSING);
+    drop_many(peers);
+    close_nodes();
+}
+
+/* Nor is a stream that is stalled looked at, and it is heard again once it is not. */
+static void many_peers_that_are_stalled(void)
+{
+    struct soft_stream peers[MANY];
+    struct soft_fabric *fabric;
+    unsigned int i, before;
+
+    open_nodes();
+    fabric = b->device.fabric;
+    before = b->requests;
+    open_many(peers);
+    soft_mutex_give(&fabric->progress);
+    CHECK_EQ(soft_fabric_stall(&b->device, NULL, true), MANY + 1);
+    soft_mutex_take(&fabric->progress);
+    for (i = 0; i < MANY; i++)
+        CHECK(write_request(&peers[i], IBV_WR_SEND, 1, 0) > 0);
+    CHECK(!soft_rings_arm(fabric));
+    CHECK_EQ(fabric->unarmed, 0);
+    soft_mutex_give(&fabric->progress);
+    CHECK_EQ(soft_fabric_stall(&b->device, NULL, false), MANY + 1);
+    EVENTUALLY(b->requests == before + MANY);
+    for (i = 0; i < MANY; i++) {
+        CHECK(write_request(&peers[i], IBV_WR_SEND, 2, 0) > 0);
+        soft_rings_notify(&peers[i], SOFT_WANTS_BYTES);
+    }
+    EVENTUALLY(b->requests == before + 2 * MANY);
+    soft_mutex_take(&fabric->progress);
+    drop_many(peers);
+    close_nodes();
+}
+
+/* A peer that writes its frames byte by byte takes turns as others do, of which a poll has a bounded number. */
+static void many_peers_that_trickle(void)
+{
+    struct soft_stream peers[MANY], *stream;
+    struct iovec piece = {"A", 1};
+    struct soft_fabric *fabric;
+    unsigned int i, heard = 0;
+
+    open_nodes();
+    fabric = b->device.fabric;
+    open_many(peers);
+    for (i = 0; i < MANY; i++)
+        CHECK_EQ(soft_ring_write(&peers[i].ring_out, &piece, 1), 1);
+    CHECK(soft_fabric_poll_locked(fabric, false));
+    for (stream = fabric->streams; stream; stream = stream->next)
+        heard += stream->ring_in.tail == 1;
+    CHECK_EQ(heard, 32);
     drop_many(peers);
     close_nodes();
 }
@@ -799,8 +905,8 @@ static void an_unfinished_link_that_breaks(void)
     EVENTUALLY(soft_ring_has_news(&link->stream.ring_in));
     while (!link->stream.unfinished)
         soft_stream_receive_ring(&link->stream);
+    soft_copy_tokens_give_up(link); /* while no other thread gives the stream a turn */
     soft_mutex_give(&a->device.fabric->progress);
-    soft_copy_tokens_give_up(link);
     EVENTUALLY(stats_of(a).lost == 1);
     before = a->responses;
     sender_want(&honest, IBV_WR_SEND, 1, 10);
@@ -813,6 +919,7 @@ static void an_unfinished_link_that_breaks(void)
 CHECK_MAIN_ONCE(CASE(indices_out_of_range), CASE(an_index_that_goes_back), CASE(garbage_closes_the_stream),
                 CASE(doorbells_for_nothing), CASE(a_frame_in_pieces), CASE(a_peer_that_reads_nothing),
                 CASE(room_that_is_asked_for), CASE(many_peers_that_write), CASE(many_peers_that_are_idle),
+                CASE(many_peers_that_read_nothing), CASE(many_peers_that_are_stalled), CASE(many_peers_that_trickle),
                 CASE(a_peer_that_does_not_ring), CASE(memory_that_changes_while_it_is_read),
                 CASE(an_accepting_side_that_lies), CASE(files_that_are_no_rings), CASE(files_that_nobody_asked_for),
                 CASE(more_files_than_welcome_has), CASE(either_side_may_decline), CASE(a_peer_that_ends),

@@ -13,6 +13,7 @@
 #include "soft/fabric/fabric.h"
 #include "soft/fabric/frame.h"
 #include "soft/fabric/read_cache.h"
+#include "soft/fabric/shared_rings.h"
 #include "soft/fabric/stream.h"
 #include "soft/fabric/stream_rx.h"
 #include "soft/objects/device.h"
@@ -75,6 +76,8 @@ unsigned int soft_fabric_stall(struct soft_device *device, const union ibv_gid *
         stream->stalled = stall;
         soft_stream_watch(stream);
         soft_mutex_give(&stream->tx);
+        if (!stall && soft_stream_uses_rings(stream))
+            soft_rings_disarm(stream); /* nobody was asked to ring for bytes */
         if (stream->is_link)
             soft_read_cache_suspend(container_of(stream, struct soft_link, stream), stall);
         count++;

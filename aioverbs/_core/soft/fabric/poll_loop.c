@@ -89,8 +89,8 @@ static unsigned int poll_rings(struct soft_fabric *fabric, unsigned int most)
         if (something)
             send_queued(stream);
         if (stream->unfinished || stream->paused || stream->refusal || soft_ring_has_news(&stream->ring_in))
-            something |= soft_stream_receive_ring(stream);
-        else if (!something)
+            something |= soft_stream_receive_ring(stream); /* may close the stream, which is something */
+        if (!something)
             soft_rings_found_nothing(stream);
         turns += something;
     }

@@ -236,7 +236,7 @@ void soft_rings_open(struct soft_stream *stream)
     struct soft_fabric *fabric = stream->fabric;
 
     assert_held(&fabric->progress);
-    stream->armed = stream->rung = stream->ended = false;
+    stream->armed = stream->wants_bytes = stream->rung = stream->ended = false;
     if (!stream->ring_memory)
         return;
     if (fabric->hot == stream)
@@ -280,21 +280,36 @@ bool soft_rings_want_room(struct soft_stream *stream)
 
 /* ---- Being woken --------------------------------------------------------------------------------------------- */
 
+/* Take the wish for bytes back. If the peer has taken it, a doorbell has come or will come. */
+static void unwant_bytes(struct soft_stream *stream)
+{
+    if (stream->wants_bytes)
+        stream->rung |= !soft_ring_unwant(stream->ring_in.own, SOFT_WANTS_BYTES);
+    stream->wants_bytes = false;
+}
+
 void soft_rings_disarm(struct soft_stream *stream)
 {
     assert_held(&stream->fabric->progress);
     stream->idle_looks = 0;
     if (!stream->armed)
         return;
-    stream->rung |= !soft_ring_unwant(stream->ring_in.own, SOFT_WANTS_BYTES);
+    unwant_bytes(stream);
     set_armed(stream, false);
 }
 
-/* Return whether the stream's bytes are not waited for: they are not handled now, or will be soon. */
-static bool is_not_to_arm(const struct soft_stream *stream)
+/* Return whether the stream needs a turn, whatever its peer does. */
+static bool needs_turn(const struct soft_stream *stream)
 {
-    return stream->stalled || stream->paused || stream->unfinished || stream->ended || stream->refusal ||
-           atomic_load(&stream->broken);
+    return stream->refusal ||
+           (stream->unfinished && !stream->paused && !stream->stalled && !atomic_load(&stream->broken));
+}
+
+/* Return whether bytes are to be handled when they come. A stream that is paused waits for room only, as does one that
+ * is stalled. One that has ended or is broken waits for nothing: epoll reports that until it is closed. */
+static bool waits_for_bytes(const struct soft_stream *stream)
+{
+    return !stream->stalled && !stream->paused && !stream->ended && !atomic_load(&stream->broken);
 }
 
 /* Ask for room again if the ring is full: a doorbell for bytes took that wish away. Return whether it is there. */
@@ -310,23 +325,30 @@ static bool want_room_again(struct soft_stream *stream)
     return room;
 }
 
-/* Ask for a doorbell. The caller looks again after a fence. */
+/* Ask for a doorbell when bytes come, if they are waited for. The caller looks again after a fence. */
 static void want_bytes(struct soft_stream *stream)
 {
+    if (needs_turn(stream) || !waits_for_bytes(stream))
+        return;
     soft_stream_drain_doorbells(stream);
-    if (!stream->refusal)
-        soft_ring_want(stream->ring_in.own, SOFT_WANTS_BYTES);
+    if (stream->refusal) /* for what came with one */
+        return;
+    soft_ring_want(stream->ring_in.own, SOFT_WANTS_BYTES);
+    stream->wants_bytes = true;
 }
 
-/* Arm a stream that has asked for a doorbell, unless it has something to handle: it has `room` for what waits, or its
- * peer has written meanwhile. Return whether it has. */
-static bool look_again(struct soft_stream *stream, bool room)
+/* Arm a stream that has asked for a doorbell, unless it has something to handle: it needs a turn, there is room for
+ * what waits, or its peer has written meanwhile. Return whether it has. Another thread may have broken it since it
+ * asked: that is reported by epoll. */
+static bool look_again(struct soft_stream *stream)
 {
-    if (!room && !soft_ring_has_news(&stream->ring_in)) {
+    bool room = want_room_again(stream); /* also because a doorbell for room may have been drained */
+
+    if (!room && !needs_turn(stream) && !(stream->wants_bytes && soft_ring_has_news(&stream->ring_in))) {
         set_armed(stream, true);
         return false;
     }
-    stream->rung |= !soft_ring_unwant(stream->ring_in.own, SOFT_WANTS_BYTES);
+    unwant_bytes(stream);
     return true;
 }
 
@@ -339,17 +361,11 @@ bool soft_rings_arm(struct soft_fabric *fabric)
     if (!fabric->unarmed)
         return false;
     for (stream = fabric->unarmed_rings; stream; stream = stream->next_ring)
-        if (!is_not_to_arm(stream))
-            want_bytes(stream);
+        want_bytes(stream);
     atomic_thread_fence(memory_order_seq_cst);
     for (stream = fabric->unarmed_rings; stream; stream = next) {
-        bool room = want_room_again(stream);
-
         next = stream->next_ring;
-        something |= room || stream->refusal ||
-                     (stream->unfinished && !stream->paused && !stream->stalled && !atomic_load(&stream->broken));
-        if (!is_not_to_arm(stream))
-            something |= look_again(stream, room);
+        something |= look_again(stream);
     }
     return something;
 }
@@ -359,13 +375,11 @@ void soft_rings_found_nothing(struct soft_stream *stream)
     struct soft_fabric *fabric = stream->fabric;
 
     assert_held(&fabric->progress);
-    if (fabric->unarmed <= POLLED_STREAMS || ++stream->idle_looks < IDLE_LOOKS || is_not_to_arm(stream) ||
-        atomic_load_explicit(&stream->starved, memory_order_relaxed))
+    if (fabric->unarmed <= POLLED_STREAMS || ++stream->idle_looks < IDLE_LOOKS)
         return;
     want_bytes(stream);
     atomic_thread_fence(memory_order_seq_cst);
-    if (!stream->refusal)
-        look_again(stream, want_room_again(stream)); /* a doorbell for room may have been drained */
+    look_again(stream);
 }
 
 void soft_rings_look(struct soft_fabric *fabric)

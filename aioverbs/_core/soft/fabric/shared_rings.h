@@ -5,7 +5,8 @@
  * A doorbell is one byte of any value. It is sent to a peer that wants to be woken (soft_ring_answer), so a peer that
  * is awake costs no system call. A socket that takes no more bytes has enough of them to wake its reader.
  *
- * A stream that is `armed` has its peer ring for bytes. This holds whenever no thread will look at the rings by itself:
+ * A stream that is `armed` has its peer ring for what it waits for: for bytes, or, if it handles none now, for room at
+ * most. This holds whenever no thread will look at the rings by itself:
  *
  * - the fabric thread arms all streams before it sleeps in epoll_wait;
  * - a thread that polls leaves streams unarmed only while the fabric thread yields to it. That thread checks every
@@ -69,7 +70,7 @@ bool soft_rings_arm(struct soft_fabric *fabric);
 /* Return the next stream that is not armed, one after the other and again from the first; NULL if there is none. */
 struct soft_stream *soft_rings_next(struct soft_fabric *fabric);
 
-/* A look at the ring of a stream that is not armed has found nothing: arm it if there are many others. */
+/* A turn of a stream that is not armed has found nothing: arm it if there are many others. */
 void soft_rings_found_nothing(struct soft_stream *stream);
 
 /* Disarm armed streams that have something to handle, if there are few streams. */

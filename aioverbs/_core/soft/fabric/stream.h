@@ -119,7 +119,8 @@ struct soft_stream {
     uint8_t *ring_memory;
     struct soft_stream *next_ring, **ring_place;
     struct soft_ring_consumer ring_in;
-    bool armed;          /* the peer rings when it has written bytes */
+    bool armed;          /* the peer rings for what the stream waits for, if anything */
+    bool wants_bytes;    /* it was asked to ring when it writes bytes */
     bool rung;           /* it has rung, or is about to: the socket gets a byte that is of no use any more */
     uint32_t idle_looks; /* looks at the ring that found nothing in a row, while there were many such streams */
     char reason[96];     /* progress: why the stream last ended */

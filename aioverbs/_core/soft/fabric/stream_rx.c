@@ -187,6 +187,8 @@ static bool has_room(struct soft_stream *stream)
     if (stream->paused == room) {
         stream->paused = !room;
         soft_stream_watch(stream);
+        if (room && soft_stream_uses_rings(stream))
+            soft_rings_disarm(stream); /* the peer was not asked to ring for bytes */
     }
     soft_mutex_give(&stream->tx);
     return room;
@@ -374,7 +376,8 @@ bool soft_stream_handle_delayed(struct soft_stream *stream, const struct soft_fr
 
 bool soft_stream_receive_ring(struct soft_stream *stream)
 {
-    uint64_t before = stream->frames_in;
+    uint32_t before = stream->ring_in.tail;
+    uint64_t frames = stream->frames_in;
     int64_t left = TURN_BYTES;
 
     assert_held(&stream->fabric->progress);
@@ -387,7 +390,8 @@ bool soft_stream_receive_ring(struct soft_stream *stream)
         soft_stream_close(stream, stream->refused_as, stream->refusal);
         return true;
     }
-    return stream->frames_in != before;
+    /* Part of a frame is something, too: a peer that writes byte by byte takes turns as others do. */
+    return stream->frames_in != frames || stream->ring_in.tail != before;
 }
 
 /* Receive doorbells; until the socket is empty, if it may still have descriptors, but a few times only: a peer may send

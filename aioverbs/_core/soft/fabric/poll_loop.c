@@ -29,8 +29,8 @@
 
 enum {
     EVENTS = 32,         /* events per epoll_wait(), and turns of streams that use rings */
-    HOT_POLLS = 8,       /* polls of the last active stream for each poll of all streams */
-    RING_POLLS = 64,     /* polls of rings for each poll of sockets, if no frames come through sockets, or YIELD_MS */
+    HOT_POLLS = 8,       /* polls of the last active stream, or of rings, for each poll of sockets */
+    RING_POLLS = 64,     /* the same, or YIELD_MS, if no frames come through sockets */
     LAST_LOOKS = 4,      /* times that a poller reads rings again, into which peers write meanwhile */
     POLLS_TO_YIELD = 16, /* polls by other threads after which the fabric thread yields */
     YIELD_MS = 1,        /* interval at which the fabric thread checks that the poller still polls */
@@ -182,18 +182,23 @@ bool soft_fabric_poll_locked(struct soft_fabric *fabric, bool all)
 {
     struct epoll_event events[EVENTS];
     bool something = poll_rings(fabric, EVENTS);
-    struct soft_stream *hot = fabric->hot;
+    struct soft_stream *hot;
     unsigned int interval = 1;
     int count;
 
     assert_held(&fabric->progress);
+    if (something)
+        fabric->hot = NULL; /* the round trip is over a ring */
+    hot = fabric->hot;
     /* A round trip is over one stream: reading from it is cheaper than asking epoll. */
-    if (hot && hot->stage == SOFT_OPEN && !hot->paused && !hot->stalled && !hot->unfinished)
+    if (hot && (hot->stage != SOFT_OPEN || hot->paused || hot->stalled || hot->unfinished))
+        hot = NULL;
+    if (hot)
         interval = HOT_POLLS;
-    else if (fabric->ring_count && fabric->ring_count == fabric->stream_count && !atomic_load(&fabric->outgoing))
-        interval = RING_POLLS;
+    else if (fabric->ring_count && !atomic_load(&fabric->outgoing))
+        interval = fabric->ring_count == fabric->stream_count ? RING_POLLS : HOT_POLLS;
     if (!all && ++fabric->hot_polls % interval && !atomic_load_explicit(&fabric->sockets_due, memory_order_relaxed))
-        return (interval == HOT_POLLS && soft_stream_receive(hot)) || something;
+        return (hot && soft_stream_receive(hot)) || something;
     atomic_store_explicit(&fabric->sockets_due, false, memory_order_relaxed);
     count = epoll_wait(fabric->epoll, events, EVENTS, 0);
     return (count > 0 && soft_fabric_handle_events(fabric, events, count)) || something;

@@ -27,7 +27,7 @@ LOCKS = [f"pthread_mutex_{name}" for name in ("lock", "trylock", "timedlock")]
 LOCKS += ["pthread_rwlock_rdlock", "pthread_rwlock_wrlock"]
 LOCKS += [f"pthread_cond_{name}" for name in ("wait", "timedwait", "signal", "broadcast")]
 CALLS = ["send", "sendmsg", "recv", "recvmsg", "eventfd_write", "eventfd_read", "epoll_ctl", "epoll_wait", "poll"]
-CALLS += ["open", "setsockopt"]
+CALLS += ["open", "setsockopt", "madvise"]
 WRAPPED = {
     "test_locks": LOCKS,
     "test_page_size": ["sysconf", "mmap", "munmap", "madvise", "msync"],

@@ -11,10 +11,12 @@
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "soft/base/memfd.h"
 #include "soft/fabric/ring.h"
 #include "soft/fabric/shared_rings.h"
 #include "soft/fabric/stream.h"
@@ -22,10 +24,12 @@
 static _Thread_local unsigned int calls, looks; /* epoll_wait is a look */
 static atomic_uint all_calls, all_looks;        /* of all threads */
 static atomic_bool held;                        /* fabric threads stay in poll(): they yield to this thread */
-static _Thread_local bool no_buffers;           /* send() fails */
+static _Thread_local int send_error;            /* send() fails with this errno */
 static atomic_bool one_descriptor;              /* sendmsg() fails with more than one descriptor */
 static atomic_bool old_kernel;                  /* setsockopt() does not know SO_PASSRIGHTS */
 static atomic_bool strict;                      /* vm.overcommit_memory is 2 */
+static atomic_bool no_proc;                     /* or cannot be read */
+static atomic_bool forks, forked;               /* another thread forks while memory is not yet kept from its child */
 static atomic_int flooder = -1;                 /* another byte is sent here whenever one is received */
 static unsigned int floods;                     /* bytes that were sent so */
 
@@ -39,6 +43,7 @@ int __real_epoll_ctl(int epoll, int operation, int fd, struct epoll_event *event
 int __real_epoll_wait(int epoll, struct epoll_event *events, int room, int timeout);
 int __real_poll(struct pollfd *fds, nfds_t count, int timeout);
 int __real_open(const char *path, int flags, ...);
+int __real_madvise(void *memory, size_t size, int advice);
 int __real_setsockopt(int fd, int level, int option, const void *value, socklen_t size);
 ssize_t __wrap_send(int fd, const void *from, size_t size, int flags);
 ssize_t __wrap_sendmsg(int fd, const struct msghdr *message, int flags);
@@ -51,6 +56,7 @@ int __wrap_epoll_wait(int epoll, struct epoll_event *events, int room, int timeo
 int __wrap_poll(struct pollfd *fds, nfds_t count, int timeout);
 int __wrap_open(const char *path, int flags, ...);
 int __wrap_setsockopt(int fd, int level, int option, const void *value, socklen_t size);
+int __wrap_madvise(void *memory, size_t size, int advice);
 
 static void count_call(void)
 {
@@ -61,8 +67,8 @@ static void count_call(void)
 ssize_t __wrap_send(int fd, const void *from, size_t size, int flags)
 {
     count_call();
-    if (no_buffers) {
-        errno = ENOBUFS;
+    if (send_error) {
+        errno = send_error;
         return -1;
     }
     return __real_send(fd, from, size, flags);
@@ -142,8 +148,12 @@ int __wrap_open(const char *path, int flags, ...)
     va_start(more, flags);
     mode = flags & O_CREAT ? va_arg(more, mode_t) : 0;
     va_end(more);
-    if (!atomic_load(&strict) || strcmp(path, "/proc/sys/vm/overcommit_memory"))
+    if (strcmp(path, "/proc/sys/vm/overcommit_memory") || !(atomic_load(&strict) || atomic_load(&no_proc)))
         return __real_open(path, flags, mode);
+    if (atomic_load(&no_proc)) {
+        errno = EMFILE;
+        return -1;
+    }
     REQUIRE_EQ(pipe(fds), 0);
     REQUIRE_EQ(write(fds[1], "2\n", 2), 2);
     close(fds[1]);
@@ -157,6 +167,32 @@ int __wrap_setsockopt(int fd, int level, int option, const void *value, socklen_
         return -1;
     }
     return __real_setsockopt(fd, level, option, value, size);
+}
+
+static void *fork_now(void *argument)
+{
+    pid_t child = fork();
+
+    (void)argument;
+    if (!child)
+        _exit(0);
+    atomic_store(&forked, true);
+    REQUIRE(child > 0);
+    waitpid(child, NULL, 0);
+    return NULL;
+}
+
+int __wrap_madvise(void *memory, size_t size, int advice)
+{
+    pthread_t thread;
+
+    if (advice == MADV_DONTFORK && atomic_exchange(&forks, false)) {
+        REQUIRE_EQ(pthread_create(&thread, NULL, fork_now, NULL), 0);
+        sleep_us(50000);
+        CHECK(!atomic_load(&forked));
+        pthread_detach(thread);
+    }
+    return __real_madvise(memory, size, advice);
 }
 
 static struct node *a, *b;
@@ -311,6 +347,25 @@ static void sockets_between_rare_polls(void)
     close_polled(&sender);
 }
 
+/* A connection over a socket, here one in its handshake, does not make each poll of rings a system call. */
+static void sockets_beside_rings(void)
+{
+    struct sender sender;
+    unsigned int i;
+    int fd;
+
+    open_polled(&sender);
+    fd = raw_connect(b);
+    while (stats_of(b).streams < 2)
+        soft_fabric_poll(&b->device, true);
+    looks = 0;
+    for (i = 0; i < 128; i++)
+        soft_fabric_poll(&b->device, false);
+    CHECK_EQ(looks, 128 / 8);
+    close(fd);
+    close_polled(&sender);
+}
+
 /* ---- Calls that fail ----------------------------------------------------------------------------------------- */
 
 /* Open two nodes, and return the sender's end of their stream. */
@@ -335,20 +390,35 @@ static void close_pair(struct sender *sender)
     CHECK_EQ(rmdir(directory()), 0);
 }
 
-/* A doorbell that could not be sent is sent with the next frame. */
-static void a_doorbell_without_memory(void)
+/* A doorbell that could not be sent, for want of memory or because it is not permitted, is sent with the next frame. */
+static void a_doorbell_that_fails(void)
 {
+    static const int errors[] = {ENOBUFS, EPERM};
     struct soft_stream *stream;
     struct sender sender;
+    unsigned int i;
 
     stream = open_pair(&sender);
-    EVENTUALLY(atomic_load(&stream->ring_out.peer->wants) & SOFT_WANTS_BYTES); /* the peer sleeps */
-    no_buffers = true;
-    sender_want(&sender, IBV_WR_SEND, 1, 64);
-    no_buffers = false;
-    CHECK(atomic_load(&stream->ring_out.peer->wants) & SOFT_WANTS_BYTES);
-    sender_want(&sender, IBV_WR_SEND, 1, 64);
-    EVENTUALLY(a->responses == 3);
+    for (i = 0; i < COUNT_OF(errors); i++) {
+        EVENTUALLY(atomic_load(&stream->ring_out.peer->wants) & SOFT_WANTS_BYTES); /* the peer sleeps */
+        send_error = errors[i];
+        sender_want(&sender, IBV_WR_SEND, 1, 64);
+        send_error = 0;
+        CHECK(atomic_load(&stream->ring_out.peer->wants) & SOFT_WANTS_BYTES);
+        sender_want(&sender, IBV_WR_SEND, 1, 64);
+        EVENTUALLY(a->responses == 2 * i + 3);
+    }
+    close_pair(&sender);
+}
+
+/* A process that forks meanwhile waits until the rings are kept from its child. */
+static void a_fork_while_rings_are_mapped(void)
+{
+    struct sender sender;
+
+    atomic_store(&forks, true);
+    open_pair(&sender);
+    EVENTUALLY(atomic_load(&forked));
     close_pair(&sender);
 }
 
@@ -380,8 +450,28 @@ static void strict_overcommit(void)
     struct sender sender;
 
     atomic_store(&strict, true);
-    CHECK(!strcmp(open_without_rings(&sender, &stats), "vm.overcommit_memory is 2"));
+    CHECK(!strcmp(open_without_rings(&sender, &stats), "vm.overcommit_memory is 2, or unknown"));
     atomic_store(&strict, false);
+    atomic_store(&no_proc, true);
+    CHECK(!strcmp(open_without_rings(&sender, &stats), "vm.overcommit_memory is 2, or unknown"));
+    atomic_store(&no_proc, false);
+}
+
+/* And if the process may not make a file of their size: a thread that does not block signals would end it. */
+static void files_are_limited(void)
+{
+    struct soft_stream_stats stats;
+    struct rlimit before, limit;
+    struct sender sender;
+
+    signal(SIGXFSZ, SIG_DFL);
+    REQUIRE_EQ(getrlimit(RLIMIT_FSIZE, &before), 0);
+    limit = (struct rlimit){.rlim_cur = SOFT_RINGS_FILE - 1, .rlim_max = before.rlim_max};
+    REQUIRE_EQ(setrlimit(RLIMIT_FSIZE, &limit), 0);
+    CHECK_EQ(soft_sealed_create("aioverbs-test", SOFT_RINGS_FILE, F_SEAL_SEAL), -1);
+    CHECK_EQ(errno, EFBIG);
+    CHECK(strstr(open_without_rings(&sender, &stats), "File too large") != NULL);
+    REQUIRE_EQ(setrlimit(RLIMIT_FSIZE, &before), 0);
 }
 
 /* ---- Doorbells ----------------------------------------------------------------------------------------------- */
@@ -547,6 +637,7 @@ static void many_client_processes(void)
 }
 
 CHECK_MAIN_ONCE(CASE(frames_to_an_awake_peer), CASE(many_frames_to_an_awake_peer), CASE(frames_to_a_peer_that_sleeps),
-                CASE(sockets_between_rare_polls), CASE(a_doorbell_without_memory),
-                CASE(too_many_descriptors_on_their_way), CASE(strict_overcommit), CASE(doorbells_without_end),
-                CASE(a_descriptor_among_doorbells), CASE(many_client_processes))
+                CASE(sockets_between_rare_polls), CASE(sockets_beside_rings), CASE(a_doorbell_that_fails),
+                CASE(a_fork_while_rings_are_mapped), CASE(too_many_descriptors_on_their_way), CASE(strict_overcommit),
+                CASE(files_are_limited), CASE(doorbells_without_end), CASE(a_descriptor_among_doorbells),
+                CASE(many_client_processes))

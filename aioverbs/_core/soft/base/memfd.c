@@ -4,6 +4,7 @@
 #include <errno.h>
 #include <linux/magic.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/vfs.h>
 #include <unistd.h>
@@ -15,10 +16,22 @@ enum {
     SMALL = 2 << 20, /* bytes: one huge page */
 };
 
+/* Return whether this process may make a file of that size: otherwise the kernel sends a signal that ends it. */
+static bool is_allowed(off_t bytes)
+{
+    struct rlimit limit;
+
+    return getrlimit(RLIMIT_FSIZE, &limit) || (rlim_t)bytes <= limit.rlim_cur;
+}
+
 int soft_sealed_create(const char *name, off_t bytes, int more)
 {
     int fd, error;
 
+    if (!is_allowed(bytes)) {
+        errno = EFBIG;
+        return -1;
+    }
     soft_descriptors_hold();
     fd = soft_descriptor_own(memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
     error = errno;

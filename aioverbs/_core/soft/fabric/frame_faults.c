@@ -77,7 +77,7 @@ unsigned int soft_fabric_stall(struct soft_device *device, const union ibv_gid *
         soft_stream_watch(stream);
         soft_mutex_give(&stream->tx);
         if (!stall && soft_stream_uses_rings(stream))
-            soft_rings_disarm(stream); /* nobody was asked to ring for bytes */
+            soft_rings_disarm(stream); /* the peer was not asked to ring for bytes */
         if (stream->is_link)
             soft_read_cache_suspend(container_of(stream, struct soft_link, stream), stall);
         count++;

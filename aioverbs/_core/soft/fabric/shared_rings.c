@@ -42,8 +42,8 @@ static bool map_part(uint8_t *at, size_t size, int fd, off_t offset)
     return mmap(at, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, offset) != MAP_FAILED;
 }
 
-/* Map the words, and each ring twice. The child of a fork has none of it. Return NULL and errno if that fails. */
-static uint8_t *map_rings(int fd)
+/* Map the words, and each ring twice. Return NULL and errno if that fails. */
+static uint8_t *try_to_map(int fd)
 {
     uint8_t *memory = mmap(NULL, MAPPED_SIZE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     uint8_t *at = memory == MAP_FAILED ? NULL : memory + WORDS_SIZE;
@@ -61,6 +61,17 @@ static uint8_t *map_rings(int fd)
     munmap(memory, MAPPED_SIZE);
     errno = (int)i;
     return NULL;
+}
+
+/* Do the same. The child of a fork has none of it: no fork comes between mapping and that advice. */
+static uint8_t *map_rings(int fd)
+{
+    uint8_t *memory;
+
+    soft_descriptors_hold();
+    memory = try_to_map(fd);
+    soft_descriptors_release();
+    return memory;
 }
 
 /* Have the stream use the mapping. The file is new: all indices are 0. */
@@ -149,7 +160,7 @@ static bool is_memory_limited(void)
 {
     int fd = open("/proc/sys/vm/overcommit_memory", O_RDONLY | O_CLOEXEC);
     char value = 0;
-    bool limited = fd >= 0 && read(fd, &value, 1) == 1 && value == '2';
+    bool limited = fd < 0 || read(fd, &value, 1) != 1 || value == '2';
 
     if (fd >= 0)
         close(fd);
@@ -166,7 +177,7 @@ static const char *find_obstacle(const struct soft_stream *stream)
     if (stream->uid != geteuid())
         return "the peer runs as another user";
     if (is_memory_limited())
-        return "vm.overcommit_memory is 2";
+        return "vm.overcommit_memory is 2, or unknown";
     return NULL;
 }
 
@@ -253,9 +264,8 @@ void soft_rings_notify(struct soft_stream *stream, uint32_t what)
 {
     uint32_t taken = soft_ring_answer(stream->ring_out.peer, what);
 
-    /* Also fails if the socket is full, and has enough doorbells, or if it has ended. */
-    if (taken && send(stream->watch.fd, "", 1, MSG_DONTWAIT | MSG_NOSIGNAL) < 0 &&
-        (errno == ENOBUFS || errno == ENOMEM))
+    /* A socket that is full has enough doorbells. One that has ended needs none, and any other error may pass. */
+    if (taken && send(stream->watch.fd, "", 1, MSG_DONTWAIT | MSG_NOSIGNAL) < 0 && errno != EAGAIN)
         soft_ring_want(stream->ring_out.peer, taken);
 }
 

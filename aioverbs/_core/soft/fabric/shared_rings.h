@@ -51,8 +51,9 @@ void soft_rings_unmap(struct soft_stream *stream);
 
 /* ---- Waking the peer ----------------------------------------------------------------------------------------- */
 
-/* Have the peer woken if it wants `what`, which was just published. Under progress or tx. If the kernel has no memory
- * for a doorbell, the wish stands again, and the next call rings; or the peer looks by itself, with its next sweep. */
+/* Have the peer woken if it wants `what`, which was just published. Under progress or tx. If the doorbell cannot be
+ * sent, for want of memory or by a filter of system calls, the wish stands again, and the next call rings; or the peer
+ * looks by itself, with its next sweep. */
 void soft_rings_notify(struct soft_stream *stream, uint32_t what);
 
 /* Have this side woken when there is room in the ring, which is `starved` until the caller has sent what is queued.

@@ -248,7 +248,9 @@ void soft_stream_watch(struct soft_stream *stream)
     uint32_t events = reads || uses_rings ? EPOLLIN : 0; /* doorbells are always read */
 
     assert_held(&stream->tx);
-    /* EPOLLOUT: the socket has room; of a stream with rings it always has, and says only that waiters may go on. */
+    /* EPOLLOUT: the socket has room; of a stream with rings it says only that waiters may go on. An honest peer reads
+     * its doorbells, so there is room. Where one does not, the queue pairs that wait for it are not woken, and this
+     * device has no wakeup channel, as while the socket of a peer is full that has no rings. */
     if (uses_rings ? kicks && !stream->blocked : stream->stage == SOFT_CONNECTING || stream->blocked || kicks)
         events |= EPOLLOUT;
     if (events == stream->events)

@@ -95,12 +95,14 @@ async def wait_uncancelled(awaited: Coroutine[Any, Any, T] | asyncio.Future[T]) 
     """Wait until a coroutine or future is done, even if the waiting task is cancelled, once or repeatedly.
 
     If the waiting task was cancelled, the last cancellation is raised after the wait, and a result of the awaited
-    object is dropped. If the awaited object failed as well, its exception is the cause of that cancellation. In a
-    forked child, a cancellation ends the wait and is raised at once.
+    object is dropped. If the awaited object failed or was cancelled as well, its exception is the cause of that
+    cancellation; a cancellation without a cause means that the awaited object is complete. In a forked child, a
+    cancellation ends the wait and is raised at once.
 
     :param awaited: coroutine, which a new task on the running loop executes, or future of that loop.
     :returns: the result of the awaited object.
-    :raises asyncio.CancelledError: the waiting task or the awaited object was cancelled.
+    :raises asyncio.CancelledError: the waiting task or the awaited object was cancelled, as the end of a loop cancels
+        both.
     :raises RuntimeError: no asyncio event loop is running. If a coroutine was passed, it has been closed.
     :raises BaseException: whatever the awaited object raised, if the waiting task was not cancelled.
     """
@@ -130,11 +132,15 @@ async def wait_uncancelled(awaited: Coroutine[Any, Any, T] | asyncio.Future[T]) 
                 if forks.count != forks_before:  # the thread that would complete the future may be missing in the child
                     raise
                 cancelled = error
-    if cancelled is None:
-        return future.result()
-    if not future.cancelled() and (failure := future.exception()) is not None:
-        raise cancelled from failure
-    raise cancelled
+    try:
+        result = future.result()
+    except BaseException as failure:
+        if cancelled is None and not future.cancelled():
+            raise
+        raise cancelled or asyncio.CancelledError() from failure
+    if cancelled is not None:
+        raise cancelled
+    return result
 
 
 def wake(waiter: "asyncio.Future[None] | None") -> None:

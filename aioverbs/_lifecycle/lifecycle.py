@@ -520,7 +520,8 @@ class Lifecycle:
         A `ResourceWarning` is issued for each child that the user left open. If this is cancelled, only the wait for
         work in flight is interrupted; closing continues. A warning that is turned into an error does not interrupt
         closing either. If the wait was for work requests that use memory of the resource, or for another loop that
-        closes a child, a background task continues the wait and then closes the rest.
+        closes a child, a background task continues the wait and then closes the rest. The same happens if all tasks are
+        cancelled, including one that ends the work in flight, as at the end of a loop.
 
         If this fails, the resource stays open and can be closed again; children that were closed before the failure
         stay closed. If another task is opening or closing the resource, wait for that task, and close the resource if
@@ -680,22 +681,23 @@ class Lifecycle:
         :param interruptions: list to which cancellations and warnings are appended; the caller raises one at the end.
         :param in_task: True in a background task.
         :raises asyncio.CancelledError: this was cancelled while memory of the resource or of a child was in use, or
-            while another loop was closing a child. Closing is not complete.
+            while another loop was closing a child; or the end of the loop cancelled the task that ends its work.
+            Closing is not complete.
         :raises VerbsError: a verb failed; the handles that were not destroyed are still held. The other exceptions that
             `close` lists are raised as well.
         """
-        # A cancellation leaves this method only while memory of the resource or of a child is in use.
         if self.children:
             await self._close_children(interruptions, in_task)
         if self.drain is not None:
             try:
                 await self.drain()
             except anyio.get_cancelled_exc_class() as raised:
-                if self.must_drain:
+                failure = raised.__cause__  # set by `wait_uncancelled`: draining failed, or was itself cancelled
+                if self.must_drain or isinstance(failure, asyncio.CancelledError):
                     raise
                 interruptions.append(raised)
-                if raised.__cause__ is not None:  # set by `wait_uncancelled`: draining failed, the resource stays open
-                    raise raised.__cause__  # noqa: B904
+                if failure is not None:  # the resource stays open
+                    raise failure  # noqa: B904
         self._destroy_handles()
 
     def _abort_closing(self, closing: _Closing) -> None:

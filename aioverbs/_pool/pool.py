@@ -603,9 +603,11 @@ async def _end_workers(supervisor: Supervisor, grace_s: float) -> None:
     :raises RuntimeError: a worker has not ended yet, and no asyncio event loop is running.
     """
     supervisor.cancel()
-    with anyio.move_on_after(grace_s):  # no second cancellation: it could interrupt cleanup
-        await supervisor.wait_while(supervisor.is_busy)
-    supervisor.stop()
+    try:
+        with anyio.move_on_after(grace_s):  # no second cancellation: it could interrupt cleanup
+            await supervisor.wait_while(supervisor.is_busy)
+    finally:  # even if the end of the loop cancels this: the workers then end when their calls have ended
+        supervisor.stop()
     with anyio.move_on_after(grace_s):
         await supervisor.wait_while(supervisor.has_workers)
     supervisor.join()

@@ -129,6 +129,21 @@ async def test_wait_uncancelled_begins_its_coroutine_although_all_tasks_are_canc
     assert ended == [True]
 
 
+@pytest.mark.every_way
+@pytest.mark.parametrize("all_tasks", [True, False])
+async def test_wait_uncancelled_reports_that_its_coroutine_was_cancelled(all_tasks: bool) -> None:
+    """Unlike a cancellation of the caller alone, this means that the work is not complete."""
+    waiting = asyncio.create_task(wait_uncancelled(asyncio.sleep(60)))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # the coroutine has begun
+    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        if all_tasks or task is not waiting:
+            task.cancel()
+    with pytest.raises(asyncio.CancelledError) as caught:
+        await waiting
+    assert isinstance(caught.value.__cause__, asyncio.CancelledError)
+
+
 def test_calls_without_asyncio_raise() -> None:
     async def call() -> None:
         await run_on_owner(owner, print)

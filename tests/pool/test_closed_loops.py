@@ -5,13 +5,22 @@ import contextlib
 import gc
 import os
 import signal
+import threading
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from aioverbs import BrokenResourceError, CallFuture, Device, WorkerDiedError, WorkerPool, open_device
+from aioverbs import (
+    BrokenResourceError,
+    CallFuture,
+    Device,
+    ResourceState,
+    WorkerDiedError,
+    WorkerPool,
+    open_device,
+)
 from tests.connections.serving import served
 from tests.pace import patience
 from tests.pool import handlers
@@ -27,6 +36,40 @@ async def open_pool() -> tuple[Device, WorkerPool]:
     pool = await WorkerPool(device, 1, processes=True).open()
     await pool.run(variable)
     return device, pool
+
+
+def test_a_thread_pool_whose_closing_was_interrupted_by_the_end_of_its_loop_can_be_closed() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    async def end_slowly() -> None:
+        begun.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.to_thread(go_on.wait, patience(20))
+
+    async def leave() -> tuple[Device, WorkerPool, asyncio.Task[None]]:
+        device = await open_device("soft0").open()
+        pool = await WorkerPool(device, 1).open()
+        pool.start_soon(end_slowly)
+        await until(begun.is_set)
+        closing = asyncio.create_task(pool.stop(0))
+        await until(lambda: pool.state is ResourceState.CLOSING)
+        return device, pool, closing
+
+    async def close() -> None:
+        async with asyncio.timeout(patience(20)):
+            await pool.aclose()
+            assert not [thread.name for thread in threading.enumerate() if "WorkerPool" in thread.name]
+            await device.aclose()
+
+    try:
+        device, pool, closing = asyncio.run(leave())
+        assert closing.cancelled()
+        assert pool.state is not ResourceState.CLOSED
+    finally:
+        go_on.set()
+    asyncio.run(close())
 
 
 @pytest.mark.parametrize("cancel", [True, False], ids=["run", "closed"])

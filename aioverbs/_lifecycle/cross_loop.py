@@ -12,7 +12,7 @@ import anyio
 from aioverbs._lifecycle import forks
 from aioverbs.errors import BrokenResourceError
 
-__all__ = ["CrossLoopCall", "CrossLoopFuture", "ResultSink"]
+__all__ = ["CrossLoopCall", "CrossLoopFuture", "ResultSink", "for_future"]
 
 T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)
@@ -30,6 +30,19 @@ class ResultSink(Protocol[T_contra]):
         :param result: result of the function, if `error` is None.
         :param error: exception that the call ended with; None if the function returned.
         """
+
+
+def for_future(error: BaseException) -> BaseException:
+    """Return an exception that a future can hold: asyncio's futures refuse StopIteration, and would never be done.
+
+    :param error: exception that a function raised.
+    :returns: a RuntimeError with `error` as its cause if that is a StopIteration, as coroutines raise it; else `error`.
+    """
+    if not isinstance(error, StopIteration):
+        return error
+    substitute = RuntimeError("the function raised StopIteration")
+    substitute.__cause__ = error
+    return substitute
 
 
 class CrossLoopFuture(Generic[T]):

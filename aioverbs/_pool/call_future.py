@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from aioverbs._exports import publish
 from aioverbs._lifecycle import forks
+from aioverbs._lifecycle.cross_loop import for_future
 from aioverbs.errors import ForkedProcessError
 
 __all__ = ["CallFuture"]
@@ -66,7 +67,7 @@ class CallFuture(concurrent.futures.Future[T]):
             super().cancel()
             self.set_running_or_notify_cancel()
         elif error is not None:
-            self.set_exception(error)
+            self.set_exception(for_future(error))
         else:
             self.set_result(result)  # type: ignore[arg-type]  # the result, of type T
 

@@ -372,7 +372,7 @@ class WorkerPool(Resource):
         :raises pickle.PicklingError: the workers are processes, and the function, an argument or the result cannot be
             pickled. `pickle` may raise other exceptions instead.
         :raises RuntimeError: no asyncio event loop is running; in this case the function is not called. Also raised in
-            place of an exception of the function that a worker process cannot pickle.
+            place of an exception of the function that a worker process cannot pickle, and of StopIteration.
         :raises Exception: whatever the function or the `placement` policy raised.
         """
         future: CrossLoopFuture[Any] = CrossLoopFuture(running_loop())

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from aioverbs._exports import publish
 from aioverbs._lifecycle import forks
 from aioverbs._lifecycle.affinity import CrossLoopCondition
-from aioverbs._lifecycle.cross_loop import ResultSink
+from aioverbs._lifecycle.cross_loop import ResultSink, for_future
 from aioverbs._pool.placement import Key, PlacementPolicy, rendezvous
 from aioverbs._pool.worker import worker_or_none
 from aioverbs.errors import BrokenResourceError, ClosedResourceError, WorkerDiedError
@@ -492,7 +492,7 @@ class Supervisor:
         if successor is not None:
             self._start(successor)
         if not handle.ready.done():
-            handle.ready.set_exception(cause if cause is not None else death_error())
+            handle.ready.set_exception(for_future(cause) if cause is not None else death_error())
         self._condition.notify()
 
     def _replace(self, handle: WorkerHandle) -> WorkerHandle:

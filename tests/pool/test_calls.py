@@ -393,6 +393,23 @@ async def test_cancelling_the_wait_for_a_started_call_cancels_the_call(pool: Wor
     assert ended == ["ended"]
 
 
+async def test_a_plain_function_that_raises_stop_iteration_ends_its_call(pool: WorkerPool) -> None:
+    """Futures of asyncio refuse StopIteration, and coroutines turn it into a RuntimeError."""
+
+    def next_of_nothing() -> int:
+        return next(iter(()))
+
+    started = pool.start_soon(next_of_nothing)
+    async with asyncio.timeout(patience(10)):
+        with pytest.raises(RuntimeError, match="raised StopIteration") as caught:
+            await started.wait()
+    assert isinstance(caught.value.__cause__, StopIteration)
+    with pytest.raises(RuntimeError, match="raised StopIteration"):
+        started.result()
+    with pytest.raises(RuntimeError, match="raised StopIteration"):
+        await pool.run(next_of_nothing)
+
+
 async def test_a_failed_call_whose_result_is_not_retrieved_is_logged(
     pool: WorkerPool, caplog: pytest.LogCaptureFixture
 ) -> None:

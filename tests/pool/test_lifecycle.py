@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import anyio
@@ -300,6 +300,13 @@ async def test_open_raises_when_a_worker_cannot_be_made(device: Device, caplog: 
     with pytest.raises(VerbsError, match="ibv_alloc_parent_domain"):
         await WorkerPool(device, 4).open()
     assert (worker_threads(), caplog.text) == ([], "")
+
+
+async def test_open_raises_when_the_loop_function_raises_stop_iteration(device: Device) -> None:
+    loops: Iterator[asyncio.AbstractEventLoop] = iter(())
+    async with asyncio.timeout(patience(10)):
+        with pytest.raises(RuntimeError, match="raised StopIteration"):
+            await WorkerPool(device, 1, loop=lambda: next(loops)).open()
 
 
 @pytest.mark.every_way

@@ -141,7 +141,7 @@ class _ReceivedCall(CrossLoopCall[Any]):
     def settle(self, result: object, error: BaseException | None) -> None:
         """Send the result or the exception of the call to the pool, unless the worker's loop is ending.
 
-        If the result cannot be pickled, send the exception that pickling raised.
+        If the result cannot be pickled or sent, send the exception that this raised.
 
         :param result: result of the function, if `error` is None.
         :param error: exception that the call ended with; None if the function returned.
@@ -153,13 +153,12 @@ class _ReceivedCall(CrossLoopCall[Any]):
         assert link is not None
         if error is None:
             try:
-                payload = pickle.dumps(result, pickle.HIGHEST_PROTOCOL)
-            except Exception as why:
-                why.add_note("results of worker processes are pickled")
-                error = why
-            else:
-                link.send(FrameType.RESULT, self._number, payload)
+                link.send(FrameType.RESULT, self._number, pickle.dumps(result, pickle.HIGHEST_PROTOCOL))
                 return
+            except Exception as why:  # such as MemoryError: the frame is made before any of it is sent
+                with contextlib.suppress(Exception):  # a class of exceptions may refuse notes
+                    why.add_note("results of worker processes are pickled")
+                error = why
         if isinstance(error, asyncio.CancelledError):
             link.send(FrameType.CANCELLED, self._number)
         else:

@@ -478,7 +478,8 @@ class ProcessWorker(WorkerHandle):
         try:
             result = pickle.loads(payload)
         except Exception as error:
-            error.add_note("the result of a worker process cannot be unpickled")
+            with contextlib.suppress(Exception):  # a class of exceptions may refuse notes
+                error.add_note("the result of a worker process cannot be unpickled")
             self.on_done(call, None, error)
         else:
             self.on_done(call, result, None)

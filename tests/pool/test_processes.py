@@ -83,6 +83,38 @@ async def test_pickling_of_calls_results_and_exceptions(pool: WorkerPool) -> Non
     assert ([each.calls for each in pool.statistics().workers], pool.statistics().deaths) == ([0, 0], deaths)
 
 
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("textless", r"TextlessError: \(no text: its __str__ failed\) \(the original exception cannot be pickled"),
+        ("disguised", r"DisguisedError: one \(the original exception cannot be pickled: it is unpickled as 'one'"),
+        ("picky", "the note cannot be added"),
+        ("picky, pickling", "the note cannot be added"),
+    ],
+)
+async def test_calls_end_whatever_exception_a_function_raises(pool: WorkerPool, kind: str, text: str) -> None:
+    deaths = pool.statistics().deaths
+    call = pool.start_soon(work.fail, kind)
+    async with asyncio.timeout(patience(20)):
+        with pytest.raises(RuntimeError, match=text) as caught:
+            await call.wait()
+    assert "in the worker process:\nTraceback" in caught.value.__notes__[0]
+    assert pool.statistics().deaths == deaths
+
+
+async def test_a_call_ends_if_unpickling_its_result_raises_an_exception_without_notes(pool: WorkerPool) -> None:
+    async with asyncio.timeout(patience(20)):
+        with pytest.raises(work.PickyError):
+            await pool.start_soon(work.fail, "picky, unpickling").wait()
+
+
+async def test_a_call_ends_if_its_result_cannot_be_sent(pool: WorkerPool) -> None:
+    call = pool.start_soon(work.return_without_memory)
+    async with asyncio.timeout(patience(20)):
+        with pytest.raises(MemoryError, match="no memory for the frame"):
+            await call.wait()
+
+
 async def test_cancelling_the_wait_on_another_loop_cancels_the_call(pool: WorkerPool) -> None:
     call = pool.start_soon(asyncio.sleep, 3600.0)
 

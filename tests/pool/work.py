@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from aioverbs import AccessFlags, RemoteRegion, Worker, WorkerPool, current_worker, open_device
+from aioverbs._pool import process_protocol
 from tests.pace import patience
 from tests.waiting import until
 
@@ -83,6 +84,44 @@ class UnpicklableError(Exception):
         super().__init__(f"{one} and {two}")
 
 
+class TextlessError(Exception):
+    """Exception that cannot be pickled, and has no text."""
+
+    def __reduce__(self) -> str:
+        raise TextlessError
+
+    def __str__(self) -> str:
+        raise TextlessError
+
+
+class DisguisedError(Exception):
+    """Exception that is unpickled as a string."""
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, ("one",)
+
+
+class RaisesWhenPickled:
+    def __reduce__(self) -> str:
+        raise PickyError
+
+
+def raise_picky_error() -> None:
+    raise PickyError
+
+
+class RaisesWhenUnpickled:
+    def __reduce__(self) -> tuple[object, ...]:
+        return raise_picky_error, ()
+
+
+class PickyError(Exception):
+    """Exception that takes no notes."""
+
+    def add_note(self, note: str, /) -> None:
+        raise AttributeError("the note cannot be added")
+
+
 async def fail(kind: str) -> object:
     await asyncio.sleep(0)
     match kind:
@@ -90,11 +129,32 @@ async def fail(kind: str) -> object:
             raise PicklableError("there")
         case "stubborn":
             raise UnpicklableError(1, 2)
+        case "textless":
+            raise TextlessError
+        case "disguised":
+            raise DisguisedError("one")
+        case "picky":
+            raise PickyError
+        case "picky, pickling":
+            return RaisesWhenPickled()
+        case "picky, unpickling":
+            return RaisesWhenUnpickled()
         case "lambda":
             return lambda: None
         case "returned":
             return UnpicklableError(1, 2)
     raise AssertionError(kind)
+
+
+def return_without_memory() -> None:
+    """Make sending the result fail for lack of memory."""
+
+    def encode_once(frame_type: process_protocol.FrameType, number: int, payload: bytes = b"") -> bytes:
+        process_protocol.encode_frame = encode_frame
+        raise MemoryError("no memory for the frame")
+
+    encode_frame = process_protocol.encode_frame
+    process_protocol.encode_frame = encode_once
 
 
 async def sleep_until_cancelled(folder: str) -> None:

@@ -31,6 +31,7 @@ from aioverbs._sharing.shared_pd import (
     SoftShare,
     check_device,
     import_context,
+    is_lock_file,
     share_error,
     wrong_device_error,
 )
@@ -166,7 +167,7 @@ async def receive(sock: socket.socket, shared_id: int, share_key: int) -> Receiv
         if not reply.proves(share_key, request):
             raise share_error(errno.EACCES, "the peer does not know the share key")
         soft = software.is_software(reply.device)
-        expected = [_is_memory_file] if soft else [_is_device, _is_memory_file]
+        expected = [_is_memory_file] if soft else [_is_device, is_lock_file]
         if len(attached) != len(expected) or not all(fits(each) for fits, each in zip(expected, attached, strict=True)):
             advice = "" if soft else f": {reply.device} may be hidden from this process"
             raise share_error(

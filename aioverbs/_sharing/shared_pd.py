@@ -30,6 +30,7 @@ __all__ = [
     "check_device",
     "check_share",
     "import_context",
+    "is_lock_file",
     "open_instance",
     "share",
     "share_error",
@@ -135,6 +136,28 @@ def check_device(context: handles.Context, shared_id: int) -> int:
     return number
 
 
+def _make_lock_file() -> int:
+    """Return the descriptor of a new, empty file for `_InstanceLock`, to which no seals can be added.
+
+    :raises OSError: no descriptor is left.
+    """
+    file = os.memfd_create("aioverbs-pd", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
+    return file
+
+
+def is_lock_file(descriptor: int) -> bool:
+    """Return whether a descriptor that a peer sent is a memory file whose size no seal fixes, now or later.
+
+    `os.fstat` is not used, because it would wait for the server of a FUSE file.
+    """
+    try:
+        seals: int = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    except OSError:
+        return False
+    return seals & (fcntl.F_SEAL_SEAL | fcntl.F_SEAL_GROW) == fcntl.F_SEAL_SEAL
+
+
 class _InstanceLock:
     """Lock that stands for one instance of a protection domain. It tells the last instance, which deallocates the
     domain, from the others, which only unimport it.
@@ -143,7 +166,8 @@ class _InstanceLock:
 
     - Every open instance holds a shared lock.
     - An instance that leaves tries to make its lock exclusive. If that succeeds, no other instance is left: the
-      instance deallocates the protection domain and writes one byte to the file, which marks the domain as ended.
+      instance deallocates the protection domain and makes the empty file one byte long, which marks the domain as
+      ended.
     - A new instance that cannot get the shared lock, or that finds the byte, fails with ENOENT.
 
     The kernel releases the locks of a process that dies. Forked children replace their copies of the descriptor, which
@@ -191,14 +215,19 @@ class _InstanceLock:
     def leave(self, last: bool, failed: bool) -> None:
         """End the instance, after the verb that deallocates or unimports the domain has been called.
 
+        This raises nothing and does not wait, because the caller can no longer undo the verb.
+
         :param last: result of `is_last`. If True, the domain is marked as ended.
-        :param failed: True if the verb failed; the instance then does not end, but counts again.
+        :param failed: True if the verb failed; the instance then does not end, but counts again, unless another
+            instance has just found itself to be the last one.
         """
         if failed:
-            fcntl.flock(self._file, fcntl.LOCK_SH)
+            with contextlib.suppress(OSError):  # the kernel releases the exclusive lock before the attempt
+                fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return
         if last:
-            os.write(self._file, b"\0")
+            with contextlib.suppress(OSError):  # the kernel has no memory: the verb that imports the domain fails then
+                os.ftruncate(self._file, 1)  # unlike a write, this needs no page
         self.close()
 
     def close(self) -> None:
@@ -414,7 +443,7 @@ def share(pd: handles.ProtectionDomain, share_key: int) -> tuple[int, Share | So
     with _sharing:
         if pd.lease is not None:
             raise VerbsError("ibv_alloc_shpd", errno.EEXIST)
-        shared = Share(number, share_key, pd.handle, os.memfd_create("aioverbs-pd", os.MFD_CLOEXEC))
+        shared = Share(number, share_key, pd.handle, _make_lock_file())
         try:
             pd.lease = shared.join()
         except BaseException:

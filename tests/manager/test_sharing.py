@@ -332,6 +332,18 @@ async def test_a_descriptor_that_is_not_shared_memory(ends: Ends, tmp_path: Path
         await receiving
 
 
+@pytest.mark.parametrize("seals", [0, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL])
+async def test_a_file_whose_size_can_be_fixed_is_refused(ends: Ends, stand_in: StandIn, seals: int) -> None:
+    near, far = ends
+    receiving = asyncio.create_task(receive(far, ID, KEY))
+    request = Request.parse(await asyncio.get_running_loop().sock_recv(near, Request.SIZE))
+    file = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
+    attach(near, Reply.make(request, KEY, stand_in.name, 7).pack(), stand_in.dup_cmd_fd(), file)
+    with pytest.raises(VerbsError, match=r"EPROTO .*attached 2 descriptors, or not the required"):
+        await receiving
+
+
 def test_a_file_under_lease_is_not_waited_for() -> None:
     """Opening does not wait until the kernel breaks the lease, after 45 seconds."""
     made = os.memfd_create("test")
@@ -625,6 +637,35 @@ def test_exactly_one_instance_is_the_last(shared: Share) -> None:
     with pytest.raises(VerbsError, match="ENOENT"):
         shared.join()
     assert descriptors() == before
+
+
+def test_an_instance_ends_although_its_file_cannot_be_marked() -> None:
+    """The domain is deallocated by then, so it cannot be closed a second time."""
+    before = descriptors_at_first()
+    file = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    shared = Share(NUMBER, KEY, 7, file)
+    instance = shared.join()
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE)
+    assert instance.is_last()
+    instance.leave(True, False)
+    shared.destroy()
+    assert descriptors() == before
+
+
+def test_an_instance_that_stays_does_not_wait_for_others(shared: Share) -> None:
+    """Between two kinds of lock the kernel holds none, and another instance can find itself to be the last one."""
+    instance, other = shared.join(), shared.join()
+    fcntl.flock(instance, fcntl.LOCK_UN)
+    assert other.is_last()
+    staying = threading.Thread(target=instance.leave, args=(True, True))
+    staying.start()
+    try:
+        staying.join(patience(10))
+        assert not staying.is_alive()
+    finally:
+        other.close()
+        staying.join()
+        instance.close()
 
 
 def test_a_dead_process_is_not_counted_as_an_instance(shared: Share) -> None:

@@ -100,7 +100,8 @@ class WorkerPool(Resource):
     :param loop: event loops of the workers: ``"asyncio"``, ``"uvloop"``, or a function that returns a new event loop.
     :param setup: function that takes a `Worker` and returns an async context manager. Each worker enters it on its loop
         before it takes calls, and leaves it when it ends. Its value becomes the ``state`` of the `Worker`. None if the
-        workers need no setup. An exception that it raises when it is left is logged, or printed by a worker process.
+        workers need no setup. An exception that it raises when it is left is logged, or printed by a worker process. If
+        the pool is closed while a worker enters it, that is cancelled, or the worker's process is killed.
     :param placement: policy that chooses a worker for calls that name neither a worker nor a key; None for
         `RoundRobin`.
     :param on_worker_death: ``"replace"``: a worker that dies is replaced with a new one that has the same number.
@@ -178,7 +179,8 @@ class WorkerPool(Resource):
         """Open the pool and wait until all workers are ready for calls.
 
         If this fails or is cancelled before the workers are started, the pool stays unopened; after that, the pool is
-        closed.
+        closed. Workers that enter their setup at that moment are cancelled. If a worker thread does not end, a note on
+        the exception says so; the pool takes no calls then but can be closed again.
 
         :returns: the pool itself.
         :raises ClosedResourceError: the pool was opened before, or a resource that it is made from is closed.
@@ -210,10 +212,9 @@ class WorkerPool(Resource):
                     error.add_note(f"and deallocating {self._pd!r} failed: {another}; close {self!r}")
             raise
         try:
-            for ready in self._supervisor.start():
-                await asyncio.wrap_future(ready)
-        except BaseException:
-            await wait_uncancelled(self.stop(0))
+            await asyncio.gather(*map(asyncio.wrap_future, self._supervisor.start()))
+        except BaseException as error:
+            await close_after_error(error, wait_uncancelled(self.stop(0)), self)
             raise
         return self
 

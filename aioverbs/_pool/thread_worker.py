@@ -169,13 +169,23 @@ class ThreadWorker(WorkerHandle):
     def stop(self) -> None:
         """Tell the worker's loop to end, without waiting until it has ended. This can be called from any thread.
 
-        A worker whose loop has not started ends as soon as the loop starts; a worker that is entering its setup ends
-        after that.
+        A worker whose loop has not started ends as soon as the loop starts. A worker that is entering its setup is
+        cancelled, once, because its setup may wait for ever.
         """
         self._is_stopping = True
         if self._stop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                self.loop.call_soon_threadsafe(self._stop.set)
+                self.loop.call_soon_threadsafe(self._end, self._stop)
+
+    def _end(self, stop: asyncio.Event) -> None:
+        """End the main task: set the event that it waits for, or cancel the task if it is not ready. Call on the loop.
+
+        :param stop: event that the main task waits for when it is ready.
+        """
+        stop.set()
+        task = self._main_task
+        if not self.is_ready and task is not None and not task.cancelling():
+            task.cancel()
 
     def kill(self) -> bool:
         """Return False, because a thread cannot be ended by force."""

@@ -328,6 +328,58 @@ async def test_cancelled_opening_leaves_no_workers(device: Device) -> None:
     assert (worker_threads(), pool.state) == ([], ResourceState.CLOSED)
 
 
+@pytest.mark.every_way
+@pytest.mark.parametrize("by", ["an exception", "a timeout"])
+async def test_open_raises_its_reason_although_a_worker_does_not_end(device: Device, by: str) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+
+    @contextlib.asynccontextmanager
+    async def setup(worker: Worker) -> AsyncIterator[None]:
+        if worker.number == 1:
+            inside.set()
+            assert go_on.wait(patience(20))
+        elif by == "an exception":
+            assert inside.wait(patience(20))
+            raise ValueError("a bad configuration")
+        yield
+
+    pool = WorkerPool(device, 2, setup=setup, grace_s=0.05)
+    try:
+        with pytest.raises(ValueError if by == "an exception" else TimeoutError) as caught:
+            async with asyncio.timeout(patience(0.5) if by == "a timeout" else patience(20)):
+                await pool.open()
+        error = caught.value if by == "an exception" else caught.value.__cause__
+        assert error is not None
+        assert "these workers have not ended: <worker 1" in error.__notes__[0]
+        assert pool.state is ResourceState.OPEN
+    finally:
+        go_on.set()
+    await until(lambda: not worker_threads())
+    await pool.aclose()
+    assert pool.state is ResourceState.CLOSED
+
+
+@pytest.mark.every_way
+async def test_a_worker_that_cannot_start_ends_the_others_at_once(device: Device) -> None:
+    left: list[int] = []
+
+    @contextlib.asynccontextmanager
+    async def setup(worker: Worker) -> AsyncIterator[None]:
+        if worker.number == 1:
+            raise ValueError("a bad configuration")
+        try:
+            await asyncio.sleep(3600)  # as for the other worker
+        finally:
+            left.append(worker.number)
+        yield
+
+    pool = WorkerPool(device, 3, setup=setup)
+    async with asyncio.timeout(patience(20)):
+        with pytest.raises(ValueError, match="a bad configuration"):
+            await pool.open()
+    assert (worker_threads(), pool.state, sorted(left)) == ([], ResourceState.CLOSED, [0, 2])
+
+
 async def test_setup_is_entered_before_calls_and_left_at_the_end(device: Device, loop_name: str) -> None:
     left: list[int] = []
 

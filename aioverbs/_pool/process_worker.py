@@ -74,7 +74,7 @@ class SocketCall:
     report: Callable[[bool], object]
 
 
-class _ProcessCall:
+class _ProcessCall(PendingCall):
     """Call that a worker process executes."""
 
     def __init__(
@@ -84,8 +84,7 @@ class _ProcessCall:
         self.number = next(_numbers)
         self.payload = payload
         self.socket_call = socket_call
-        self.is_withdrawn = False
-        self.is_cancelled_by_pool = False
+        self.is_withdrawn = self.is_cancelled_by_caller = self.is_cancelled_by_pool = False
         self.handle = handle
 
     def post(self) -> None:
@@ -95,7 +94,7 @@ class _ProcessCall:
         """
         self.handle.call_on_loop(self.handle.send_call, self)
 
-    def withdraw(self) -> None:
+    def revoke(self) -> None:
         """Cancel the call in the process, or end the call here if its worker is not ready yet.
 
         This can be called from any thread. It has no effect if the call has ended.
@@ -103,18 +102,6 @@ class _ProcessCall:
         self.is_withdrawn = True
         if not self.handle.supervisor.withdraw_backlogged(self):
             self.handle.call_on_loop(self.handle.cancel_call, self)
-
-    def cancellation(self) -> BaseException:
-        """Return a new exception to end the call with when it was cancelled.
-
-        :returns: `ClosedResourceError` if the pool cancelled the call, `asyncio.CancelledError` if the caller did, else
-            `BrokenResourceError`.
-        """
-        if self.is_cancelled_by_pool:
-            return self.handle.supervisor.closed_error()
-        if self.is_withdrawn:
-            return asyncio.CancelledError()
-        return BrokenResourceError(f"{self.handle!r} cancelled the call that was sent to it")
 
 
 class ProcessWorker(WorkerHandle):

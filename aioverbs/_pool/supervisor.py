@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from aioverbs._exports import publish
 from aioverbs._lifecycle import forks
@@ -81,12 +81,13 @@ class WorkerStatistics:
     process_id: int | None
 
 
-class PendingCall(Protocol):
-    """Call of a function that is assigned to a worker and has not ended."""
+class PendingCall:
+    """Call of a function that is assigned to a worker and has not ended. The caller or the pool can cancel it."""
 
     handle: Any
     outcome: ResultSink[Any] | None
-    is_withdrawn: bool
+    is_withdrawn: bool  # cancelled by the caller or by the pool
+    is_cancelled_by_caller: bool
     is_cancelled_by_pool: bool
 
     def post(self) -> None:
@@ -94,19 +95,36 @@ class PendingCall(Protocol):
 
         :raises RuntimeError: the worker's loop is closed.
         """
+        raise NotImplementedError
 
     def withdraw(self) -> None:
+        """Cancel the call on behalf of its caller. This can be called from any thread.
+
+        It has no effect if the call has ended.
+        """
+        self.is_cancelled_by_caller = True
+        self.revoke()
+
+    def revoke(self) -> None:
         """Cancel the call; if it was sent to its worker, cancel it there. This can be called from any thread.
 
         It has no effect if the call has ended.
         """
+        raise NotImplementedError
 
     def cancellation(self) -> BaseException:
         """Return a new exception to end the call with when it is cancelled.
 
-        :returns: `ClosedResourceError` if the pool cancelled the call, `asyncio.CancelledError` if the caller did, else
+        :returns: `asyncio.CancelledError` if the caller cancelled the call, even if the pool did so as well, because a
+            timeout or a task group of the caller waits for that; `ClosedResourceError` if only the pool did; else
             `BrokenResourceError`.
         """
+        if self.is_cancelled_by_caller:
+            return asyncio.CancelledError()
+        if self.is_cancelled_by_pool:
+            closed: BaseException = self.handle.supervisor.closed_error()
+            return closed
+        return BrokenResourceError(f"{self.handle!r} cancelled the call that was sent to it")
 
 
 def poll_end(call: PendingCall) -> float | None:
@@ -575,14 +593,14 @@ class Supervisor:
             self.state = SupervisorState.STOPPED
             calls = [call for handle in self._handles for call in tuple(handle.calls)]
             for call in calls:
-                call.is_cancelled_by_pool = not call.is_withdrawn  # a caller that was cancelled before gets that back
+                call.is_cancelled_by_pool = True
             waiting = [(handle, call) for handle in self._handles for call, _ in tuple(handle.backlog)]
             for handle in self._handles:
                 handle.backlog.clear()
         for handle, call in waiting:
-            handle.on_done(call, None, self.closed_error())
+            handle.on_done(call, None, call.cancellation())
         for call in calls:
-            call.withdraw()
+            call.revoke()
         self._condition.notify()
 
     def closed_error(self) -> ClosedResourceError:

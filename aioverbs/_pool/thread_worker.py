@@ -15,19 +15,19 @@ from aioverbs._verbs.protection_domain import ProtectionDomain
 __all__ = ["ThreadWorker"]
 
 
-class _ThreadCall(CrossLoopCall[Any]):
+class _ThreadCall(PendingCall, CrossLoopCall[Any]):
     """Call that a worker thread executes."""
 
-    __slots__ = ("handle", "is_cancelled_by_pool")
+    __slots__ = ("handle", "is_cancelled_by_caller", "is_cancelled_by_pool")
 
     handle: "ThreadWorker"
 
     def __init__(
         self, handle: "ThreadWorker", function: Callable[..., Any], args: tuple[object, ...], outcome: ResultSink[Any]
     ) -> None:
-        super().__init__(function, args, outcome, handle)
+        CrossLoopCall.__init__(self, function, args, outcome, handle)
         self.handle = handle
-        self.is_cancelled_by_pool = False
+        self.is_cancelled_by_caller = self.is_cancelled_by_pool = False
 
     def post(self) -> None:
         """Send the call to the worker's loop. This can be called from any thread.
@@ -36,7 +36,7 @@ class _ThreadCall(CrossLoopCall[Any]):
         """
         self.send_to(self.handle.loop)
 
-    def withdraw(self) -> None:
+    def revoke(self) -> None:
         """Cancel the call on the worker, or end the call here if the worker is not ready yet.
 
         This can be called from any thread. It has no effect if the call has ended.
@@ -46,7 +46,7 @@ class _ThreadCall(CrossLoopCall[Any]):
             return
         if self.handle.is_ready:
             self.loop = self.handle.loop  # for the next line: another thread may not have posted the call yet
-            super().withdraw()
+            CrossLoopCall.withdraw(self)
         # Else the call has ended.
 
     def start(self) -> None:
@@ -66,14 +66,6 @@ class _ThreadCall(CrossLoopCall[Any]):
         """
         if not self.handle.is_ending():  # else the supervisor ends the call
             self.handle.on_done(self, result, error)
-
-    def cancellation(self) -> BaseException:
-        """Return a new exception to end the call with when it was cancelled.
-
-        :returns: `ClosedResourceError` if the pool cancelled the call, `asyncio.CancelledError` if the caller did, else
-            `BrokenResourceError`.
-        """
-        return self.handle.supervisor.closed_error() if self.is_cancelled_by_pool else super().cancellation()
 
     def leave(self, error: BaseException) -> None:
         """Do nothing. This is called when the function ends the loop: the supervisor then ends the worker's calls.

@@ -356,7 +356,7 @@ async def test_open_raises_its_reason_although_a_worker_does_not_end(device: Dev
         go_on.set()
     await until(lambda: not worker_threads())
     await pool.aclose()
-    assert pool.state is ResourceState.CLOSED
+    assert pool.closed
 
 
 @pytest.mark.every_way

@@ -68,18 +68,26 @@ async def test_a_worker_without_free_descriptors_leaves_no_socket_open(
     assert [end.fileno() for pair in made for end in pair] == [-1] * 4
 
 
+@pytest.mark.parametrize("is_first", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("is_process", [False, True], ids=["threads", "processes"])
-async def test_a_caller_that_was_cancelled_before_the_pool_raises_its_cancellation(
-    device: Device, is_process: bool, tmp_path: Path
+async def test_a_caller_that_is_cancelled_while_the_pool_is_closed_raises_its_cancellation(
+    device: Device, is_process: bool, is_first: bool, tmp_path: Path
 ) -> None:
     pool = await WorkerPool(device, 1, processes=is_process).open()
-    calling = asyncio.create_task(pool.run(work.sleep_until_cancelled, str(tmp_path)))
+    calling = asyncio.create_task(pool.run(work.end_on_mark, str(tmp_path)))
     await until((tmp_path / "begun").exists)
-    calling.cancel()
-    await asyncio.sleep(0)
-    await pool.stop(0)
+    if is_first:
+        calling.cancel()
+        await asyncio.sleep(0)
+    stopping = asyncio.create_task(pool.stop(0))
+    await until((tmp_path / "ending").exists)
+    if not is_first:
+        calling.cancel()
+        await asyncio.sleep(0)
+    work.mark(str(tmp_path), "end")
     with pytest.raises(asyncio.CancelledError):
         await calling
+    await stopping
 
 
 @pytest.mark.parametrize("by", ["another pool", "a closed pool", "the user"])

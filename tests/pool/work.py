@@ -167,6 +167,16 @@ async def sleep_until_cancelled(folder: str) -> None:
         mark(folder, "ended")
 
 
+async def end_on_mark(folder: str) -> None:
+    """Sleep until cancelled, and then take until there is a mark to end, or until cancelled again."""
+    mark(folder, "begun")
+    try:
+        await asyncio.sleep(30)
+    finally:
+        mark(folder, "ending")
+        await until(Path(folder, "end").exists)
+
+
 async def wait_for_mark(folder: str, what: str) -> str:
     """Wait for a mark, and return its name."""
     mark(folder, "begun")

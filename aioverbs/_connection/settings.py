@@ -1,5 +1,6 @@
 """PURE: sizes and times of a connection."""
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -93,18 +94,25 @@ class ConnectionSettings:
             first half, and its failure is detected in the second.
         :returns: a dictionary with both attributes.
         """
-        attempts = RETRIES["retry_cnt"] + 1
-        if self.keep_alive_s is None:
-            return QpAttrs(timeout=0 if software else RETRIES["timeout"], retry_cnt=attempts - 1)
-        if software:
-            codes = (code for code in range(1, _MAX_TIMEOUT_CODE) if _seconds(code) * attempts >= self.keep_alive_s)
-            timeout = next(codes, _MAX_TIMEOUT_CODE)
-            attempts = math.ceil(min(self.keep_alive_s / _seconds(timeout), attempts))
-        else:
-            timeout = RETRIES["timeout"]
-            while timeout > 1 and _seconds(timeout) * attempts * _TIMEOUT_TOLERANCE > self.keep_alive_s / 2:
-                timeout -= 1
-        return QpAttrs(timeout=timeout, retry_cnt=attempts - 1)
+        timeout, retry_cnt = _repetitions(self.keep_alive_s, software)
+        return QpAttrs(timeout=timeout, retry_cnt=retry_cnt)
+
+
+@functools.lru_cache
+def _repetitions(keep_alive_s: float | None, software: bool) -> tuple[int, int]:
+    """Return the ``timeout`` and ``retry_cnt`` that `ConnectionSettings.repetitions` describes."""
+    attempts = RETRIES["retry_cnt"] + 1
+    if keep_alive_s is None:
+        return 0 if software else RETRIES["timeout"], attempts - 1
+    if software:
+        codes = (code for code in range(1, _MAX_TIMEOUT_CODE) if _seconds(code) * attempts >= keep_alive_s)
+        timeout = next(codes, _MAX_TIMEOUT_CODE)
+        attempts = math.ceil(min(keep_alive_s / _seconds(timeout), attempts))
+    else:
+        timeout = RETRIES["timeout"]
+        while timeout > 1 and _seconds(timeout) * attempts * _TIMEOUT_TOLERANCE > keep_alive_s / 2:
+            timeout -= 1
+    return timeout, attempts - 1
 
 
 def _seconds(code: int) -> float:

@@ -132,7 +132,7 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
                 f"port {self._port} of {context.name} has no GID at index {self.gid_index}: give the `gid_index`"
                 " of an existing GID, or leave it out to have one chosen"
             )
-        limits = limits_for(self, self._port)
+        limits = _capped(self, Limits.of(context.attributes, port))
         requests = "max_rd_atomic" in qp_state_machine.transition_rule(self.qp_type, _RTR, _RTS).required
         responds = "max_dest_rd_atomic" in qp_state_machine.transition_rule(self.qp_type, _INIT, _RTR).required
         return Endpoint(
@@ -460,9 +460,8 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         """
         if remote is not None:
             self._check_peer(remote)
-        context = self.handle.context
-        port_limits = limits_of(context, self._port)
-        limits = cap_max_dest_rd_atomic(port_limits, context, self._max_dest_rd_atomic)
+        port_limits = limits_of(self.handle.context, self._port)
+        limits = _capped(self, port_limits)
         defaults = self._defaults(limits, remote if remote is not None else self._remote)
         if remote is not None and "av" not in attributes:
             defaults["av"] = self.path_to(remote)
@@ -614,5 +613,9 @@ def limits_for(qp: Connectable, port: int) -> Limits:
     :raises ClosedResourceError: the queue pair is not open.
     :raises VerbsError: the device or the port cannot be queried.
     """
-    context = qp.handle.context
-    return cap_max_dest_rd_atomic(limits_of(context, port), context, qp._max_dest_rd_atomic)
+    return _capped(qp, limits_of(qp.handle.context, port))
+
+
+def _capped(qp: Connectable, limits: Limits) -> Limits:
+    """Return the limits of a device port, lowered as `limits_for` says."""
+    return cap_max_dest_rd_atomic(limits, qp.handle.context, qp._max_dest_rd_atomic)

@@ -4,6 +4,7 @@ The tables are those of the InfiniBand architecture, volume 1, chapter 11.2.5, w
 attributes of ``ibv_modify_qp``. Alternate paths and rate limits are left out.
 """
 
+import functools
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -178,6 +179,7 @@ def _table_of(qp_type: QpType) -> dict[tuple[QpState, QpState], TransitionRule]:
 # ---- Queries
 
 
+@functools.cache
 def reachable(qp_type: QpType, state: QpState) -> tuple[QpState, ...]:
     """Return a tuple of the states that can be reached by one transition, in the order of `QpState`.
 
@@ -205,6 +207,7 @@ def transition_rule(qp_type: QpType, state: QpState, wanted: QpState) -> Transit
     return found
 
 
+@functools.cache
 def path(qp_type: QpType, state: QpState, wanted: QpState) -> tuple[QpState, ...]:
     """Return the states that the shortest sequence of transitions goes through, without the current state.
 
@@ -310,6 +313,7 @@ def plan(
 _ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_READ | AccessFlags.REMOTE_ATOMIC
 
 
+@functools.lru_cache
 def _ranges(limits: Limits) -> dict[str, tuple[int, int]]:
     """Return a dictionary from the name of each numeric attribute to its lowest and highest valid values."""
     return {
@@ -329,6 +333,7 @@ def _ranges(limits: Limits) -> dict[str, tuple[int, int]]:
     }
 
 
+@functools.lru_cache
 def _path_ranges(limits: Limits) -> dict[str, tuple[int, int]]:
     """Return a dictionary from each numeric field of an address vector to its lowest and highest valid values."""
     return {
@@ -353,12 +358,13 @@ def _invalid_values(attributes: Mapping[str, object], state: QpState, limits: Li
     :raises ValueError: ``cur_qp_state`` is not a `QpState`.
     """
     for name, ends in _ranges(limits).items():
-        if name in attributes:
-            yield from _check_range(name, attributes[name], ends)
+        if name in attributes and (wrong := _out_of_range(attributes[name], ends)):
+            yield name, wrong
     av = attributes.get("av")
     if isinstance(av, AddressVector):
         for name, ends in _path_ranges(limits).items():
-            yield from _check_range(f"av.{name}", getattr(av, name), ends)
+            if wrong := _out_of_range(getattr(av, name), ends):
+                yield f"av.{name}", wrong
         if limits.needs_gid and not av.dgid:
             yield "av.dgid", "must be the GID of the peer's port over Ethernet, got none"
     elif "av" in attributes:
@@ -371,11 +377,11 @@ def _invalid_values(attributes: Mapping[str, object], state: QpState, limits: Li
         yield "qp_access_flags", f"must be a combination of {_ACCESS!r}, got {access:#x}"
 
 
-def _check_range(name: str, value: object, ends: tuple[int, int]) -> Iterable[tuple[str, str]]:
-    """Yield a pair of `name` and a text that gives the range if `value` is out of the range `ends`, else nothing.
+def _out_of_range(value: object, ends: tuple[int, int]) -> str:
+    """Return a text that gives the range `ends` if `value` is out of that range, else ``""``.
 
     :raises TypeError: the value is not an integer.
     """
     low, high = ends
-    if not low <= index(cast(int, value)) <= high:
-        yield name, f"must be {low} to {high}, got {index(cast(int, value))}"
+    number = index(cast(int, value))
+    return "" if low <= number <= high else f"must be {low} to {high}, got {number}"

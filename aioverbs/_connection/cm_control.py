@@ -101,17 +101,18 @@ class CmControlChannel:
         self._message_channel = message_channel
         await self.identifier.accept(message_channel.qp, timeout_s=None, **attributes)
 
-    async def send(self, data: bytes) -> None:
-        """Send a message of the handshake over the queue pair, and wait until the peer's device acknowledges it.
+    async def send(self, *messages: bytes) -> None:
+        """Send messages of the handshake over the queue pair, and wait until the peer's device acknowledges each.
 
-        :param data: the message, header included.
+        :param messages: the messages, headers included.
         :raises QueuePairStateError: neither `connect` nor `accept` was called yet.
         :raises BrokenResourceError: the peer's device does not acknowledge the message.
         :raises Exception: any other exception that `MessageChannel.send_handshake` raises.
         """
         if self._message_channel is None:
             raise QueuePairStateError("the queue pair is not connected yet: connect() or accept() first")
-        await self._message_channel.send_handshake(data)
+        for message in messages:
+            await self._message_channel.send_handshake(message)
 
     async def receive(self) -> bytes:
         """Wait for the peer's next message of the handshake. Call `connect` or `accept` first.

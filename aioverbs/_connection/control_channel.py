@@ -14,11 +14,11 @@ class ControlChannel(Protocol):
     Implemented by `TcpControlChannel` and `CmControlChannel`.
     """
 
-    async def send(self, data: bytes) -> None:
-        """Send one message of the handshake.
+    async def send(self, *messages: bytes) -> None:
+        """Send messages of the handshake, in order.
 
-        :param data: the message, header included.
-        :raises BrokenResourceError: with rdma_cm: the peer's device does not acknowledge the message. With TCP this
+        :param messages: the messages, headers included.
+        :raises BrokenResourceError: with rdma_cm: the peer's device does not acknowledge a message. With TCP this
             method raises nothing: `receive` reports that the peer is gone.
         :raises Exception: with rdma_cm: any other exception that `CmControlChannel.send` raises.
         """

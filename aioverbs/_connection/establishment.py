@@ -86,19 +86,9 @@ async def establish(
         if isinstance(control, CmControlChannel):
             await pending.connect_by_cm(control, initiator)
         if initiator:
-            await control.send(handshake.hello())
-            handshake.receive_hello(await control.receive())
-            await control.send(handshake.offer(await pending.offer()))
-            await pending.connect(handshake.receive_offer(await control.receive()), control, 0)
-            await control.send(handshake.ready())
+            await _initiate(handshake, control, pending)
         else:
-            handshake.receive_hello(await control.receive())
-            await control.send(handshake.hello())
-            peer = handshake.receive_offer(await control.receive())
-            ours = await pending.offer()
-            await pending.connect(peer, control, 1)
-            await control.send(handshake.offer(ours))
-            handshake.receive_ready(await control.receive())
+            await _answer(handshake, control, pending)
         return pending.finish(control)
     except BaseException as error:
         try:  # with rdma_cm, a peer can make this end wait for the acknowledgement of REJECT, until it is cancelled
@@ -204,8 +194,8 @@ class _PendingConnection:
         if is_rdma_cm:
             return
         qp = end.qp
+        here = (await self.offer()).endpoint
         try:
-            here = _endpoint(qp)
             attributes = self._settings.repetitions(software=qp.handle.context.software)
             attributes["av"] = here.path_to(peer.endpoint, port_num=self._settings.port, sgid_index=qp.gid_index)
             await establish_cancellable(qp, peer.endpoint, attributes)
@@ -239,6 +229,40 @@ class _PendingConnection:
             return False
         await connection.aclose()
         return True
+
+
+async def _initiate(handshake: Handshake, control: ControlChannel, pending: _PendingConnection) -> None:
+    """Exchange the messages of the handshake as the initiator, and connect the queue pair.
+
+    :raises Exception: whatever `establish` raises.
+    """
+    if handshake.is_short:
+        ours = await pending.offer()
+        await control.send(handshake.hello(), handshake.offer(ours))
+        handshake.receive_hello(await control.receive())
+    else:
+        await control.send(handshake.hello())
+        handshake.receive_hello(await control.receive())
+        await control.send(handshake.offer(await pending.offer()))
+    await pending.connect(handshake.receive_offer(await control.receive()), control, 0)
+    await control.send(handshake.ready())
+
+
+async def _answer(handshake: Handshake, control: ControlChannel, pending: _PendingConnection) -> None:
+    """Exchange the messages of the handshake as the listener, and connect the queue pair.
+
+    :raises Exception: whatever `establish` raises.
+    """
+    handshake.receive_hello(await control.receive())
+    hello = handshake.hello()
+    if not handshake.is_short:
+        await control.send(hello)
+    peer = handshake.receive_offer(await control.receive())
+    ours = await pending.offer()
+    await pending.connect(peer, control, 1)
+    offer = handshake.offer(ours)
+    await (control.send(hello, offer) if handshake.is_short else control.send(offer))
+    handshake.receive_ready(await control.receive())
 
 
 def _make_offer(qp: QueuePair, settings: ConnectionSettings) -> Offer:

@@ -10,6 +10,13 @@
 If both ends have a secret, each offer ends with a proof that its sender knows the secret: a keyed hash over all earlier
 messages of both ends. The listener creates nothing for a peer before it has checked the peer's proof. Instead of its
 next message, an end may send REJECT with a reason.
+
+An initiator without a secret whose HELLO names a single version has nothing to learn from the listener's HELLO. It
+sends its OFFER at once, and the listener answers both messages together, which saves a round trip:
+
+    HELLO, OFFER              ->
+                              <-   HELLO, OFFER
+    READY                     ->
 """
 
 import enum
@@ -336,6 +343,8 @@ class Handshake:
         self._versions = versions
         self._transcript = b""  # HELLO and OFFER messages of both ends, in order
         self.version: int | None = None
+        self.is_short = initiator and secret is None and versions[0] == versions[1]
+        """Whether each end sends its HELLO and its OFFER together. The listener knows after `receive_hello`."""
 
     # ---- Messages of this end
 
@@ -350,14 +359,15 @@ class Handshake:
     def offer(self, offer: Offer) -> bytes:
         """Return this end's encoded OFFER message, with its proof if there is a secret.
 
-        The initiator must call `receive_hello` first, the listener `receive_offer`.
+        The initiator must call `receive_hello` first, unless `is_short` is True; the listener `receive_offer`.
 
         :param offer: the offer to encode.
         """
-        assert self.version is not None
+        version = self._versions[1] if self.is_short and self._initiator else self.version
+        assert version is not None
         body = offer.pack()
         proof = self._proofs.make(_ROLES[self._initiator], self._transcript, body) if self._proofs is not None else b""
-        return self._record(_encode(MessageType.OFFER, body + proof, self.version))
+        return self._record(_encode(MessageType.OFFER, body + proof, version))
 
     def ready(self) -> bytes:
         """Return the encoded READY message, the last one of the initiator."""
@@ -388,6 +398,8 @@ class Handshake:
         if hello.nonce == self._nonce:
             raise _protocol_error("the peer repeated the nonce of this end")
         self.version = common
+        if not self._initiator:
+            self.is_short = not hello.secret and hello.oldest == hello.newest
         self._transcript += data
 
     def receive_offer(self, data: bytes) -> Offer:

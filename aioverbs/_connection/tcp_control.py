@@ -93,15 +93,17 @@ class TcpControlChannel(asyncio.Protocol):
 
     # ---- Handshake
 
-    async def send(self, data: bytes) -> None:
-        """Send a message without waiting: the transport can always buffer a message of the handshake.
+    async def send(self, *messages: bytes) -> None:
+        """Send messages without waiting: the transport can always buffer messages of the handshake.
 
-        Nothing is raised if the peer is gone: `receive` reports that.
+        All go into one segment, so that a peer that rejects the first one leaves none unread: closing its socket would
+        then reset the connection, and discard the rejection. Nothing is raised if the peer is gone: `receive` reports
+        that.
 
-        :param data: the message, header included.
+        :param messages: the messages, headers included.
         """
         assert self._transport is not None
-        self._transport.write(data)
+        self._transport.write(b"".join(messages))
 
     async def receive(self) -> bytes:
         """Wait for the peer's next message of the handshake.

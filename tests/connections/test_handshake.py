@@ -69,6 +69,42 @@ def test_offers_are_exchanged(ours: Offer, theirs: Offer, secret: bytes | None) 
     assert talk(*ends(secret, secret), ours, theirs) == (ours, theirs)
 
 
+@given(offers, offers)
+def test_offers_are_exchanged_in_one_round_trip(ours: Offer, theirs: Offer) -> None:
+    near, far = ends()
+    assert near.is_short
+    hello, offer = near.hello(), near.offer(ours)
+    far.receive_hello(hello)
+    assert far.is_short
+    assert far.receive_offer(offer) == ours
+    hello, offer = far.hello(), far.offer(theirs)
+    near.receive_hello(hello)
+    assert near.receive_offer(offer) == theirs
+    far.receive_ready(near.ready())
+    assert (near.version, far.version) == (1, 1)
+
+
+@pytest.mark.parametrize(("secret", "versions"), [(b"secret", (1, 1)), (None, (1, 2))])
+def test_an_offer_that_depends_on_the_listener_waits_for_its_hello(
+    secret: bytes | None, versions: tuple[int, int]
+) -> None:
+    near, far = Handshake(True, bytes(16), secret, versions), Handshake(False, b"\1" * 16, secret)
+    far.receive_hello(near.hello())
+    assert not near.is_short
+    assert not far.is_short
+    near.receive_hello(far.hello())
+    assert far.receive_offer(near.offer(OFFER)) == OFFER
+
+
+def test_an_early_offer_of_another_version_is_refused() -> None:
+    near, far = Handshake(True, bytes(16), versions=(2, 2)), Handshake(False, b"\1" * 16, versions=(1, 3))
+    hello, offer = near.hello(), near.offer(OFFER)
+    far.receive_hello(hello)
+    with pytest.raises(HandshakeError, match="used version 1 after both ends agreed on 2"):
+        far.receive_offer(ends()[0].offer(OFFER))
+    assert far.receive_offer(offer) == OFFER
+
+
 @pytest.mark.parametrize(("near", "far"), [(b"one", None), (None, b"one"), (b"one", b"two")])
 def test_different_secrets_are_refused(near: bytes | None, far: bytes | None) -> None:
     with pytest.raises(HandshakeError) as caught:

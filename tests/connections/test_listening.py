@@ -43,6 +43,8 @@ from tests.connections.serving import echo
 from tests.pace import fewer, patience
 from tests.waiting import until
 
+LONG = (1, 2)  # versions of an initiator that waits for the listener's HELLO before it sends its OFFER
+
 
 @contextlib.asynccontextmanager
 async def listening(device: Device, **options: Any) -> AsyncIterator[tuple[ConnectionListener, ResourceDomain]]:
@@ -133,9 +135,9 @@ async def test_a_refusal_that_is_cancelled_leaves_nothing(device: Device, monkey
     """Over rdma_cm, sending waits for the peer's acknowledgement, which a refused peer may withhold."""
     send, refusing = TcpControlChannel.send, []
 
-    async def send_and_wait(control: TcpControlChannel, data: bytes) -> None:
-        await send(control, data)
-        if parse(data)[0] is MessageType.REJECT:
+    async def send_and_wait(control: TcpControlChannel, *messages: bytes) -> None:
+        await send(control, *messages)
+        if parse(messages[-1])[0] is MessageType.REJECT:
             refusing.append(control)
             await asyncio.Event().wait()
 
@@ -171,7 +173,7 @@ async def test_a_stalling_peer_is_dropped_after_the_timeout(device: Device) -> N
         half = await stack.enter_async_context(stranger(listener))
         half[1].write(b"aiov\1")
         greeted = await stack.enter_async_context(stranger(listener))
-        greeted[1].write(Handshake(True, os.urandom(16)).hello())
+        greeted[1].write(Handshake(True, os.urandom(16), versions=LONG).hello())
         assert (await heard(greeted[0]))[0] is MessageType.HELLO
         offered = await stack.enter_async_context(stranger(listener))
         await _offer(offered, domain, device)
@@ -188,7 +190,7 @@ async def _offer(
 ) -> None:
     """Perform all but the last message, with the endpoint of another queue pair."""
     reader, writer = peer
-    us = Handshake(True, os.urandom(16))
+    us = Handshake(True, os.urandom(16), versions=LONG)
     writer.write(us.hello())
     us.receive_hello((await heard(reader))[1])
     async with domain.completion_queue(64) as cq, domain.queue_pair(cq) as qp:
@@ -235,7 +237,7 @@ async def test_invalid_handshakes_are_refused(device: Device, words: bytes) -> N
 async def test_a_vanishing_peer_leaves_nothing(device: Device) -> None:
     """At each point of the handshake: the listener goes on, and the domain has no queue pair left."""
     async with listening(device) as (listener, domain):
-        hello = Handshake(True, os.urandom(16)).hello()
+        hello = Handshake(True, os.urandom(16), versions=LONG).hello()
         for step in range(3):
             async with stranger(listener) as peer:
                 if step == 1:
@@ -257,7 +259,7 @@ async def test_silent_peers_do_not_block_others(device: Device, limit: str) -> N
         contextlib.AsyncExitStack() as stack,
     ):
         reader, writer = await stack.enter_async_context(stranger(listener))
-        writer.write(Handshake(True, os.urandom(16)).hello())
+        writer.write(Handshake(True, os.urandom(16), versions=LONG).hello())
         assert (await heard(reader))[0] is MessageType.HELLO
         for _ in range(2):
             await stack.enter_async_context(stranger(listener))

@@ -142,8 +142,8 @@ class LostCmControl(FakeCmControl):
         message_channel.qp.connect(self._peer.local_endpoint(), **attributes)
         self._peer.connect(message_channel.qp.local_endpoint())
 
-    async def send(self, data: bytes) -> None:
-        await super().send(data)
+    async def send(self, *messages: bytes) -> None:
+        await super().send(messages[0])
         assert self.on_lost is not None
         self.on_lost(self._error)
 

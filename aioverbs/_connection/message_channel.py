@@ -1,6 +1,6 @@
 """Messages of any size over a queue pair, in both directions."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from aioverbs._connection.channel_state import ChannelState
@@ -124,20 +124,17 @@ def _receive_buffers(block: LeasedBuffer, settings: ConnectionSettings) -> list[
 
     There is one more than the peer gets credits, for the handshake.
     """
-    size, memory, buffers = settings.buffer_size, block.buffer, []
-    for offset in range(0, (settings.receive_depth + 1) * size, size):
-        buffer = ReceiveBuffer(block.region, block.offset + offset, size, block.pins)
-        buffer.view = memory[offset : offset + size]
-        buffers.append(buffer)
-    return buffers
+    size, memory = settings.buffer_size, block.region.buffer
+    offsets = range(block.offset, block.offset + (settings.receive_depth + 1) * size, size)
+    return [ReceiveBuffer(block, memory, offset, size) for offset in offsets]
 
 
-def _send_buffers(block: LeasedBuffer, settings: ConnectionSettings) -> list[SendBuffer]:
-    """Return the send buffers of a connection, the rest of its memory."""
+def _send_buffers(block: LeasedBuffer, settings: ConnectionSettings) -> Iterator[SendBuffer]:
+    """Yield the send buffers of a connection, the rest of its memory."""
     size, memory = settings.buffer_size, block.buffer
     first = (settings.receive_depth + 1) * size
-    starts = range(first, first + settings.send_buffers * size, size)
-    return [SendBuffer(memory[start : start + size], block[start : start + size]) for start in starts]
+    for start in range(first, first + settings.send_buffers * size, size):
+        yield SendBuffer(memory[start : start + size], block[start : start + size])
 
 
 publish(__name__)

@@ -12,6 +12,7 @@ from aioverbs._connection.message_sender import MessageSender
 from aioverbs._connection.reassembly import Assembly
 from aioverbs._connection.wire import CREDITS_AT, WHOLE, FrameKind, parse_header
 from aioverbs._core.data_path.data_path import Inbox, Received, RegionSlice, close_inbox, receive_into
+from aioverbs._memory.buffer_pool import LeasedBuffer
 from aioverbs.errors import (
     AffinityError,
     BrokenResourceError,
@@ -32,10 +33,24 @@ _HANDSHAKE_MESSAGES = 4  # limit for each end
 
 
 class ReceiveBuffer(RegionSlice):
-    """Registered memory of a receive; `view` is the same memory as a memoryview."""
+    """Registered memory of a receive.
 
-    __slots__ = ("view",)
-    view: memoryview
+    :param block: memory that it is a part of.
+    :param memory: view of the whole region of the block, which all buffers of a connection share.
+    :param offset: where the buffer begins in the region, in bytes.
+    :param length: size of the buffer in bytes.
+    """
+
+    __slots__ = ("_memory",)
+
+    def __init__(self, block: LeasedBuffer, memory: memoryview, offset: int, length: int) -> None:
+        super().__init__(block.region, offset, length, block.pins)
+        self._memory = memory
+
+    def received(self, length: int) -> memoryview:
+        """Return a view of the first `length` bytes."""
+        start = self.offset
+        return self._memory[start : start + length]
 
 
 class MessageReceiver:
@@ -166,13 +181,13 @@ class MessageReceiver:
         try:
             credit.on_message()
             if immediate is not None and not (immediate ^ WHOLE) & ~_CREDITS_MASK and not self._state.eof_received:
-                item: object = bytes(receive.view[: received.byte_len])
+                item: object = bytes(receive.received(received.byte_len))
                 self._assembly.drop()
                 self._post(receive)
                 if immediate & _CREDITS_MASK:
                     self._sender.add_credits(immediate >> CREDITS_AT & 0x3FF)
                 return item
-            item = self._handle_frame(receive.view[: received.byte_len], immediate)
+            item = self._handle_frame(receive.received(received.byte_len), immediate)
             self._post(receive)
             if immediate is not None:
                 self._sender.add_credits(immediate >> CREDITS_AT & 0x3FF)
@@ -198,7 +213,7 @@ class MessageReceiver:
             )
             return None
         self._handshake_messages_left -= 1
-        data = bytes(receive.view[:length])
+        data = bytes(receive.received(length))
         self._post(receive)
         return data
 

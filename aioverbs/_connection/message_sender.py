@@ -3,7 +3,7 @@
 import asyncio
 import operator
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from aioverbs._connection.channel_state import ChannelState
@@ -48,11 +48,11 @@ class MessageSender:
     without a payload do not make their caller wait: they are pending until there is a credit.
 
     :param state: state of the channel.
-    :param buffers: the send buffers.
+    :param buffers: iterator over the send buffers, which makes each one when it is first needed.
     :param empty: registered memory of 0 bytes.
     """
 
-    def __init__(self, state: ChannelState, buffers: list[SendBuffer], empty: RegionSlice) -> None:
+    def __init__(self, state: ChannelState, buffers: Iterator[SendBuffer], empty: RegionSlice) -> None:
         self.messages = self.waits = self.updates = 0
         self.fragment_size = 0  # bytes of a message that fit the buffers of both ends
         self._state = state

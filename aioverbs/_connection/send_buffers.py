@@ -1,7 +1,7 @@
 """Registered memory from which a connection sends its messages."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from aioverbs._core.data_path.data_path import Operation, RegionSlice
@@ -27,13 +27,15 @@ class SendBuffers:
     still in the peer's CPU cache, and slow to write to. Buffers become free in the order of sending, because the sends
     of a queue pair complete in order.
 
-    :param buffers: one or more buffers.
+    :param buffers: iterator over one or more buffers, which makes each one when it is first needed: an idle connection
+        has none.
     """
 
-    __slots__ = ("_awaited", "_free", "_in_flight")
+    __slots__ = ("_awaited", "_free", "_in_flight", "_unused")
 
-    def __init__(self, buffers: list[SendBuffer]) -> None:
-        self._free = deque(buffers)
+    def __init__(self, buffers: Iterator[SendBuffer]) -> None:
+        self._unused: Iterator[SendBuffer] | None = buffers  # None once it has ended
+        self._free: deque[SendBuffer] = deque()
         # Keeps references to the operations: else one that waits for a place in the send queue would be withdrawn.
         self._in_flight: deque[tuple[Operation[None], SendBuffer]] = deque()
         self._awaited: Operation[None] | None = None  # operation that `wait` awaited last
@@ -46,6 +48,11 @@ class SendBuffers:
         in_flight = self._in_flight
         while in_flight and in_flight[0][0].ended:
             self._free.append(in_flight.popleft()[1])
+        if self._unused is not None:
+            buffer = next(self._unused, None)
+            if buffer is not None:
+                return buffer
+            self._unused = None
         return self._free.popleft() if self._free else None
 
     def add_in_flight(self, buffer: SendBuffer, operation: Operation[None]) -> None:

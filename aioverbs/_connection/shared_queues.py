@@ -1,6 +1,7 @@
 """Completion queues and buffers that connections share, so that a new connection registers and allocates little."""
 
 import contextlib
+import mmap
 
 from aioverbs._connection.settings import ConnectionSettings
 from aioverbs._lifecycle.affinity import running_loop
@@ -12,7 +13,7 @@ from aioverbs._verbs.base_domain import Domain, shared_resources_of
 from aioverbs._verbs.completion_queue import CompletionQueue, dispatcher_of
 from aioverbs.errors import AffinityError, ConcurrentAccessError
 
-__all__ = ["completion_queue_for", "lease_block"]
+__all__ = ["completion_queue_for", "lease_block", "prepare"]
 
 _SLAB_BYTES = 8 << 20  # bytes; small enough to be registered on the event loop
 _BLOCKS_PER_SLAB = 16  # at most
@@ -23,7 +24,9 @@ _UNLIMITED = 1 << 30
 async def lease_block(domain: Domain, settings: ConnectionSettings) -> LeasedBuffer:
     """Lease memory for all buffers of a connection from a pool that the connections of a protection domain share.
 
-    If there is no pool for this size, make one. The pool is closed together with the domain.
+    If there is no pool for this size, make one. The pool is closed together with the domain. The software device pins
+    no memory: there, an idle connection has touched none of its buffers, and a connection that is closed gives back the
+    pages of its buffers.
 
     :returns: a buffer of ``settings.block_size`` bytes, to be released by the caller.
     :raises MemoryError: no memory is left.
@@ -37,7 +40,15 @@ async def lease_block(domain: Domain, settings: ConnectionSettings) -> LeasedBuf
     pool = shared_resources_of(domain.base).get(key)
     if pool is None:
         count = max(1, min(_BLOCKS_PER_SLAB, _SLAB_BYTES // size))
-        created = domain.buffer_pool(size, count, limit=_UNLIMITED)
+        pins = not domain.handle.context.software
+        created = BufferPool(
+            domain.base,
+            size,
+            count,
+            limit=_UNLIMITED,
+            alignment=64 if pins else mmap.PAGESIZE,
+            gives_back_pages=not pins,
+        )
         if is_large(size * count):
             await open_part(created)  # during the await, other connections may make pools; the first one is kept
         else:
@@ -47,6 +58,14 @@ async def lease_block(domain: Domain, settings: ConnectionSettings) -> LeasedBuf
             await created.aclose()
     assert isinstance(pool, BufferPool)
     return await pool.lease()
+
+
+async def prepare(domain: Domain, settings: ConnectionSettings) -> None:
+    """Make the pool from which connections lease their buffers, so that the first of them does not wait for that.
+
+    :raises Exception: whatever `lease_block` raises.
+    """
+    (await lease_block(domain, settings)).release()
 
 
 class _QueueSet:

@@ -27,7 +27,14 @@ from aioverbs._lifecycle.resource import (
     open_part_now,
 )
 from aioverbs._lifecycle.turns import LIGHT, spend, yield_to_loop
-from aioverbs._memory.region import MemoryRegion, RegionSlice, WaitableInFlightCount, is_large, open_in_thread
+from aioverbs._memory.region import (
+    MemoryRegion,
+    RegionSlice,
+    WaitableInFlightCount,
+    give_back_pages,
+    is_large,
+    open_in_thread,
+)
 from aioverbs.allocators import Allocator
 from aioverbs.errors import BusyResourceError, ClosedResourceError
 from aioverbs.types import AccessFlags
@@ -82,6 +89,7 @@ class _FreeList:
         self.free: deque[RegionSlice] = deque()
         self.leased: dict[int, _Lease] = {}
         self.waiting: deque[_Waiter] = deque()
+        self.gives_back_pages = False
         self.leased_counts = {0}  # all values of len(leased) so far: a maximum cannot be updated atomically
 
     def lease(self, pool: "BufferPool", site: Site | None) -> "LeasedBuffer | None":
@@ -125,6 +133,8 @@ class _FreeList:
             return
         if self.leased.pop(number, None) is None or lease.block.region.closed:
             return
+        if self.gives_back_pages:
+            give_back_pages(lease.block.region, lease.block.offset, lease.block.length)
         self.free.append(lease.block)
         self._discard_if_closed(lease.block)  # the slab may have been closed just before, and `resume` called
         if self.waiting:
@@ -389,6 +399,9 @@ class BufferPool(Resource):
     :param allocator: allocator of the memory; None for pages that a fork does not copy.
     :param access: access rights of the buffers, for local work requests and for peers.
     :param alignment: alignment of each buffer in bytes: a power of two, at most the page size.
+    :param gives_back_pages: whether buffers that are not leased have no pages, which the kernel then provides when a
+        buffer is touched. Only for a device that does not pin memory, without an allocator, and with an alignment to
+        pages.
     :raises ValueError: ``size`` or ``count`` is less than 1, ``limit`` is less than ``count``, or ``alignment`` is
         invalid.
     """
@@ -403,6 +416,7 @@ class BufferPool(Resource):
         allocator: Allocator | None = None,
         access: AccessFlags = AccessFlags.LOCAL_WRITE,
         alignment: int = 64,
+        gives_back_pages: bool = False,
     ) -> None:
         for name, value in (("size", size), ("count", count)):
             if value < 1:
@@ -423,6 +437,7 @@ class BufferPool(Resource):
         self._growing = threading.Lock()  # acquired without blocking only, like the lock of the free list
         self._growth: asyncio.Future[None] | None = None
         self._free_list = _FreeList(self._lifecycle)
+        self._free_list.gives_back_pages = gives_back_pages
 
     def _open(self) -> None:
         self._lifecycle.hold(self._free_list)
@@ -653,6 +668,8 @@ class BufferPool(Resource):
         lifecycle_of(slab).drain = functools.partial(_drain_slab, slab.pins)
         starts = range((buffers - 1) * self._stride, -1, -self._stride)  # the last one is leased first
         blocks = [slab[start : start + self._size] for start in starts]
+        if self._free_list.gives_back_pages:  # registration has touched all of them
+            give_back_pages(slab, 0, len(slab))
         self._free_list.slabs.append(slab)
         self._free_list.free.extend(blocks)
 

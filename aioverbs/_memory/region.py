@@ -34,6 +34,7 @@ __all__ = [
     "RegionSlice",
     "RemoteRegion",
     "WaitableInFlightCount",
+    "give_back_pages",
     "register_queue_memory",
 ]
 
@@ -159,6 +160,21 @@ def register_queue_memory(lifecycle: Lifecycle, pd: handles.ProtectionDomain, si
 def is_large(length: int) -> bool:
     """Return whether memory of a size in bytes is large enough to be registered in a thread: 16 MiB or more."""
     return length >= _LARGE_BYTES
+
+
+def give_back_pages(region: "MemoryRegion", offset: int, length: int) -> None:
+    """Give pages of a region back to the kernel, which provides new ones, zeroed, when they are next touched.
+
+    The registration stays valid only on a device that does not pin memory, which is the software device. This can be
+    called from any thread.
+
+    :param region: region whose memory the library has mapped.
+    :param offset: where the pages begin in the region, in bytes; a multiple of the page size.
+    :param length: number of bytes; a page that they do not fill is given back as a whole.
+    """
+    memory = region._memory
+    assert isinstance(memory, mmap.mmap)
+    memory.madvise(mmap.MADV_DONTNEED, offset, length)
 
 
 async def open_in_thread(resource: Resource) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from aioverbs._connection.cm_control import CmControlChannel, SharedChannel
 from aioverbs._connection.connect import Transport, uses_rdma_cm
 from aioverbs._connection.handshake import Reason, Reject
+from aioverbs._connection.shared_queues import prepare
 from aioverbs._exports import publish
 from aioverbs._lifecycle.affinity import Affinity, running_loop, wait_uncancelled
 from aioverbs._lifecycle.resource import lifecycle_of, open_part
@@ -93,11 +94,12 @@ class Acceptor:
             well if the domain is on an RDMA device, there is no TLS, and rdma_cm works on this machine.
         :param domain: domain of the connections, which rdma_cm needs. Pass None if the workers of a pool handle the
             connections, because each worker has a domain of its own; then peers cannot connect by rdma_cm.
-        :raises OSError: the name has no address, an address is in use or does not belong to this machine, or no file
-            descriptor is left.
+        :raises OSError: the name has no address, an address is in use or does not belong to this machine, no file
+            descriptor is left, or the process cannot map the memory for the buffers of connections.
+        :raises MemoryError: no memory is left for the buffers.
         :raises LibraryNotFoundError: `transport` is ``"rdmacm"`` and librdmacm is not installed.
-        :raises VerbsError: `transport` is ``"rdmacm"``, and rdma_cm does not work on this machine, or the address is in
-            use or belongs to no RDMA device.
+        :raises VerbsError: the device cannot register the memory for the buffers; or `transport` is ``"rdmacm"``, and
+            rdma_cm does not work on this machine, or the address is in use or belongs to no RDMA device.
         :raises ValueError: `transport` is ``"rdmacm"`` and the domain is on a software device; or rdma_cm is used, and
             `backlog` is less than 1.
         :raises ClosedResourceError: the domain is not open, or `stop` or `close` was called in the meantime.
@@ -106,6 +108,8 @@ class Acceptor:
         self._loop, self._owner = running_loop(), Affinity.of_running_loop()
         self._stopped = False
         try:
+            if domain is not None:
+                await prepare(domain, self._accept_settings.settings)
             if transport != "rdmacm":
                 addresses = await resolve(host, port)
                 self._check_not_stopped()

@@ -130,13 +130,14 @@ class Server(AcceptorResource):
         :raises AffinityError: another event loop owns the domain.
         :raises ClosedResourceError: the domain or pool is not open, or the server is open, or was closed before or
             during this call. A server that is open stays open.
-        :raises OSError: the name has no address, an address is in use or does not belong to this machine, or no file
-            descriptor is left.
+        :raises OSError: the name has no address, an address is in use or does not belong to this machine, no file
+            descriptor is left, or the process cannot map the memory for the buffers of connections.
+        :raises MemoryError: no memory is left for the buffers.
         :raises ValueError: the transport is ``"rdmacm"`` and the domain is on a software device; or rdma_cm is used,
             and the backlog is less than 1.
         :raises LibraryNotFoundError: the transport is ``"rdmacm"`` and librdmacm is not installed.
-        :raises VerbsError: the transport is ``"rdmacm"``, and rdma_cm does not work on this machine, or the address is
-            in use or belongs to no RDMA device.
+        :raises VerbsError: the device cannot register the memory for the buffers; or the transport is ``"rdmacm"``, and
+            rdma_cm does not work on this machine, or the address is in use or belongs to no RDMA device.
         :raises RuntimeError: no asyncio event loop is running.
         """
         if self._pool is not None:

@@ -1,12 +1,17 @@
 """Connections of a domain share the memory of their buffers."""
 
 import asyncio
+import contextlib
+import gc
+import os
+from pathlib import Path
 
 import pytest
 
-from aioverbs import BufferPool, ConnectionSettings, Device
+from aioverbs import BufferPool, ConnectionSettings, Device, connect, listen
 from aioverbs._connection.shared_queues import lease_block
 from aioverbs._lifecycle.turns import OPENING, spend
+from tests.connections.ends import HOST
 
 SMALL = ConnectionSettings(buffer_size=4096)
 LARGE = ConnectionSettings(buffer_size=1 << 20)
@@ -27,3 +32,36 @@ async def test_concurrent_connections_share_one_pool(device: Device, settings: C
         assert pool.statistics().leased == 4
         for block in blocks:
             block.release()
+
+
+def resident_bytes() -> int:
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+async def test_idle_connections_need_little_memory(device: Device) -> None:
+    """With buffers of the usual size, and also after others were used and closed."""
+    count = 40
+    async with (
+        device.resource_domain() as domain,
+        listen(HOST, domain=domain) as listener,
+    ):
+
+        async def open_all(stack: contextlib.AsyncExitStack, message: bytes) -> None:
+            for _ in range(count):
+                near = await stack.enter_async_context(connect(HOST, listener.port, domain=domain))
+                far = await stack.enter_async_context(await listener.accept())
+                if message:
+                    await near.send(message)
+                    assert await far.receive() == message
+
+        async with contextlib.AsyncExitStack() as stack:
+            await open_all(stack, b"")  # so that what all connections share is there
+        at_first = resident_bytes()
+        async with contextlib.AsyncExitStack() as stack:
+            await open_all(stack, b"")
+            assert (resident_bytes() - at_first) / (2 * count) < 32 << 10, "not one buffer of 64 KiB"
+        async with contextlib.AsyncExitStack() as stack:
+            await open_all(stack, bytes(1 << 20))
+            assert resident_bytes() - at_first > 2 * count << 20
+        assert resident_bytes() - at_first < 2 * count << 17, "what is left is the heap's, and does not grow"

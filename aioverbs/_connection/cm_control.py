@@ -5,8 +5,7 @@ The handshake goes over the queue pair itself. Events of rdma_cm report the loss
 
 import errno
 import ipaddress
-from collections.abc import Callable
-from typing import Unpack
+from collections.abc import Awaitable, Callable
 
 from aioverbs._connection.message_channel import MessageChannel
 from aioverbs._core.handles import handles
@@ -75,47 +74,42 @@ class CmControlChannel:
         self._shared_channel: SharedChannel | None = shared_channel
         self._message_channel: MessageChannel | None = None
 
-    async def connect(self, message_channel: MessageChannel, **attributes: Unpack[QpAttrs]) -> None:
-        """Connect the queue pair to the peer's as the initiator: `Identifier.connect` without a time limit.
+    async def begin(
+        self, prepare: Callable[[], Awaitable[MessageChannel]], initiator: bool, attributes: QpAttrs
+    ) -> None:
+        """Connect the queue pair to the peer's: `Identifier.connect` or `Identifier.accept` without a time limit.
 
-        :param message_channel: message channel of the queue pair, with its receives posted.
+        :param prepare: function that creates the queue pair, posts its receives and returns its message channel.
+        :param initiator: whether this end requested the connection.
         :param attributes: attributes of the queue pair that replace the negotiated ones.
-        :raises ConnectionRejectedError: the peer rejected the connection or has no listener.
+        :raises ConnectionRejectedError: the peer rejected the connection, has no listener, or gave up.
         :raises UnreachableError: the peer's connection manager does not answer.
         :raises VerbsError: a verb failed.
-        :raises Exception: any other exception that `Identifier.connect` raises.
+        :raises Exception: any other exception that `prepare`, `Identifier.connect` or `Identifier.accept` raises.
         """
-        self._message_channel = message_channel
-        await self.identifier.connect(message_channel.qp, timeout_s=None, **attributes)
+        self._message_channel = message_channel = await prepare()
+        await self._connect(message_channel, initiator, attributes)
 
-    async def accept(self, message_channel: MessageChannel, **attributes: Unpack[QpAttrs]) -> None:
-        """Connect the queue pair to the peer's as the listener: `Identifier.accept` without a time limit.
-
-        :param message_channel: message channel of the queue pair, with its receives posted.
-        :param attributes: attributes of the queue pair that replace the negotiated ones.
-        :raises UnreachableError: the peer no longer answers.
-        :raises ConnectionRejectedError: the peer gave up.
-        :raises VerbsError: a verb failed.
-        :raises Exception: any other exception that `Identifier.accept` raises.
-        """
-        self._message_channel = message_channel
-        await self.identifier.accept(message_channel.qp, timeout_s=None, **attributes)
+    async def _connect(self, message_channel: MessageChannel, initiator: bool, attributes: QpAttrs) -> None:
+        """Do the work of `begin` once the queue pair is prepared."""
+        connect = self.identifier.connect if initiator else self.identifier.accept
+        await connect(message_channel.qp, timeout_s=None, **attributes)
 
     async def send(self, *messages: bytes) -> None:
         """Send messages of the handshake over the queue pair, and wait until the peer's device acknowledges each.
 
         :param messages: the messages, headers included.
-        :raises QueuePairStateError: neither `connect` nor `accept` was called yet.
+        :raises QueuePairStateError: `begin` has not prepared the queue pair.
         :raises BrokenResourceError: the peer's device does not acknowledge the message.
         :raises Exception: any other exception that `MessageChannel.send_handshake` raises.
         """
         if self._message_channel is None:
-            raise QueuePairStateError("the queue pair is not connected yet: connect() or accept() first")
+            raise QueuePairStateError("the queue pair is not connected")
         for message in messages:
             await self._message_channel.send_handshake(message)
 
     async def receive(self) -> bytes:
-        """Wait for the peer's next message of the handshake. Call `connect` or `accept` first.
+        """Wait for the peer's next message of the handshake. Call `begin` first.
 
         :returns: the message, header included.
         :raises BrokenResourceError: the peer is gone.

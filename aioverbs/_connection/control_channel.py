@@ -1,8 +1,10 @@
 """Interface of the channels beside a queue pair, which carry the handshake and report the loss of the peer."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
+from aioverbs._connection.message_channel import MessageChannel
+from aioverbs._verbs.qp_state_machine import QpAttrs
 from aioverbs.addresses import Address
 
 __all__ = ["ControlChannel"]
@@ -13,6 +15,18 @@ class ControlChannel(Protocol):
 
     Implemented by `TcpControlChannel` and `CmControlChannel`.
     """
+
+    async def begin(
+        self, prepare: Callable[[], Awaitable[MessageChannel]], initiator: bool, attributes: QpAttrs
+    ) -> None:
+        """Prepare to send and receive. With rdma_cm, this connects the queue pair, over which the handshake then goes.
+        With TCP nothing is done: the handshake exchanges what connecting the queue pair needs.
+
+        :param prepare: function that creates the queue pair, posts its receives and returns its message channel.
+        :param initiator: whether this end requested the connection.
+        :param attributes: attributes of the queue pair that replace those that rdma_cm negotiates.
+        :raises Exception: with rdma_cm: whatever `prepare` or `CmControlChannel.begin` raises.
+        """
 
     async def send(self, *messages: bytes) -> None:
         """Send messages of the handshake, in order.

@@ -4,12 +4,12 @@ import contextlib
 import errno
 from dataclasses import dataclass
 
-from aioverbs._connection.cm_control import CmControlChannel
 from aioverbs._connection.connection import Connection, end_of
 from aioverbs._connection.connection_end import ConnectionEnd
 from aioverbs._connection.control_channel import ControlChannel
 from aioverbs._connection.grants import has_windows
 from aioverbs._connection.handshake import Capabilities, Handshake, Offer, Reason, encode_reject
+from aioverbs._connection.message_channel import MessageChannel
 from aioverbs._connection.settings import ConnectionSettings
 from aioverbs._connection.shared_queues import completion_queue_for, lease_block
 from aioverbs._lifecycle.resource import open_now
@@ -26,7 +26,7 @@ from aioverbs.errors import (
     VerbsError,
     WorkCompletionError,
 )
-from aioverbs.types import AtomicCap
+from aioverbs.types import AtomicCap, QpState
 
 __all__ = ["Progress", "establish"]
 
@@ -83,8 +83,7 @@ async def establish(
     handshake = Handshake(initiator, make_nonce(), secret)
     pending = _PendingConnection(domain, settings)
     try:
-        if isinstance(control, CmControlChannel):
-            await pending.connect_by_cm(control, initiator)
+        await control.begin(lambda: pending.prepare(control), initiator, settings.repetitions(software=False))
         if initiator:
             await _initiate(handshake, control, pending)
         else:
@@ -100,10 +99,8 @@ async def establish(
                 if not await pending.abort() and progress is not None:
                     progress.waiting_for = "the device did not resolve the peer's link-layer address"
             finally:
-                if isinstance(error, Exception) or isinstance(control, CmControlChannel):
+                if isinstance(error, Exception) or not control.abort():
                     await control.aclose()
-                else:
-                    control.abort()
         raise
 
 
@@ -155,31 +152,24 @@ class _PendingConnection:
             self._offer = _make_offer(end.qp, self._settings)
         return self._offer
 
-    async def connect_by_cm(self, control: CmControlChannel, initiator: bool) -> None:
-        """Connect the queue pairs of both ends with rdma_cm, before the handshake.
+    async def prepare(self, control: ControlChannel) -> MessageChannel:
+        """Prepare the queue pair for a control channel that connects it before the handshake: see
+        `ControlChannel.begin`.
 
         The messages of the handshake are sent over the queue pairs, so the receives are posted first. The peer is
         watched from now on, so that the handshake gets an exception if the peer or the device is lost.
 
-        :param control: the channel, whose identifier is not connected yet.
-        :param initiator: whether this end requested the connection.
-        :raises Exception: whatever `offer`, and `CmControlChannel.connect` (if `initiator`) or
-            `CmControlChannel.accept`, raise.
+        :raises Exception: whatever `offer` raises.
         """
         await self.offer()  # before the peer is contacted, as the port may have no GID
         end = await self._open()
         end.liveness.watch(control)
-        attributes = self._settings.repetitions(software=False)
-        if initiator:
-            await control.connect(end.channel, **attributes)
-        else:
-            await control.accept(end.channel, **attributes)
+        return end.channel
 
-    async def connect(self, peer: Offer, control: ControlChannel, handshake_messages: int) -> None:
+    async def connect(self, peer: Offer, handshake_messages: int) -> None:
         """Connect the queue pair to the peer's, unless rdma_cm has already done so. Messages may then arrive.
 
         :param peer: the peer's offer.
-        :param control: the channel that carries the handshake.
         :param handshake_messages: number of handshake messages that the peer has yet to send.
         :raises HandshakeError: the queue pair cannot be connected. The reason is TEMPORARY if another attempt may
             succeed, else DEVICE.
@@ -189,11 +179,11 @@ class _PendingConnection:
         """
         end = await self._open()
         end.peer = peer
-        is_rdma_cm = isinstance(control, CmControlChannel)
-        end.channel.start(peer.depth, peer.buffer_size, peer.max_message, handshake_messages if is_rdma_cm else 0)
-        if is_rdma_cm:
-            return
         qp = end.qp
+        is_connected = qp.qp_state is QpState.RTS  # with rdma_cm: the handshake goes over the queue pair
+        end.channel.start(peer.depth, peer.buffer_size, peer.max_message, handshake_messages if is_connected else 0)
+        if is_connected:
+            return
         here = (await self.offer()).endpoint
         try:
             attributes = self._settings.repetitions(software=qp.handle.context.software)
@@ -244,7 +234,7 @@ async def _initiate(handshake: Handshake, control: ControlChannel, pending: _Pen
         await control.send(handshake.hello())
         handshake.receive_hello(await control.receive())
         await control.send(handshake.offer(await pending.offer()))
-    await pending.connect(handshake.receive_offer(await control.receive()), control, 0)
+    await pending.connect(handshake.receive_offer(await control.receive()), 0)
     await control.send(handshake.ready())
 
 
@@ -259,7 +249,7 @@ async def _answer(handshake: Handshake, control: ControlChannel, pending: _Pendi
         await control.send(hello)
     peer = handshake.receive_offer(await control.receive())
     ours = await pending.offer()
-    await pending.connect(peer, control, 1)
+    await pending.connect(peer, 1)
     offer = handshake.offer(ours)
     await (control.send(hello, offer) if handshake.is_short else control.send(offer))
     handshake.receive_ready(await control.receive())

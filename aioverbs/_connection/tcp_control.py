@@ -5,12 +5,14 @@ import contextlib
 import errno
 import socket
 import ssl as tls
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import cast
 
 from aioverbs._connection.handshake import HEADER_BYTES, MAX_MESSAGE_BYTES, body_size
+from aioverbs._connection.message_channel import MessageChannel
 from aioverbs._lifecycle import forks
 from aioverbs._lifecycle.affinity import running_loop, wake
+from aioverbs._verbs.qp_state_machine import QpAttrs
 from aioverbs.addresses import Address
 from aioverbs.errors import BrokenResourceError
 
@@ -92,6 +94,11 @@ class TcpControlChannel(asyncio.Protocol):
         wake(self._waiter)
 
     # ---- Handshake
+
+    async def begin(
+        self, prepare: Callable[[], Awaitable[MessageChannel]], initiator: bool, attributes: QpAttrs
+    ) -> None:
+        """Do nothing: the handshake exchanges what connecting the queue pair needs."""
 
     async def send(self, *messages: bytes) -> None:
         """Send messages without waiting: the transport can always buffer messages of the handshake.

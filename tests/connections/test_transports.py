@@ -6,7 +6,7 @@ import dataclasses
 import errno
 import socket
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any, Unpack
+from typing import Any
 from unittest import mock
 
 import anyio
@@ -96,7 +96,7 @@ class FakeCmControl(CmControlChannel):
     """A control channel of rdma_cm without librdmacm."""
 
     def __init__(self) -> None:
-        super().__init__(mock.AsyncMock(), mock.AsyncMock())
+        super().__init__(mock.AsyncMock(closed=False, _state_machine=None), mock.AsyncMock())
         self.on_lost: Callable[[Exception], object] | None = None
 
     def _watch(self, on_lost: Callable[[Exception], object] | None) -> None:
@@ -106,8 +106,7 @@ class FakeCmControl(CmControlChannel):
 class DeadCmControl(FakeCmControl):
     """A peer that rdma_cm connects, and whose link then goes down: no device answers."""
 
-    async def connect(self, message_channel: MessageChannel, **attributes: Unpack[QpAttrs]) -> None:
-        self._message_channel = message_channel
+    async def _connect(self, message_channel: MessageChannel, initiator: bool, attributes: QpAttrs) -> None:
         unreachable_endpoint = dataclasses.replace(message_channel.qp.local_endpoint(), qp_num=0x777)
         message_channel.qp.connect(unreachable_endpoint, timeout=1, retry_cnt=1)
 
@@ -137,8 +136,7 @@ class LostCmControl(FakeCmControl):
         super().__init__()
         self._peer, self._error = peer, error
 
-    async def connect(self, message_channel: MessageChannel, **attributes: Unpack[QpAttrs]) -> None:
-        self._message_channel = message_channel
+    async def _connect(self, message_channel: MessageChannel, initiator: bool, attributes: QpAttrs) -> None:
         message_channel.qp.connect(self._peer.local_endpoint(), **attributes)
         self._peer.connect(message_channel.qp.local_endpoint())
 
@@ -178,7 +176,7 @@ async def test_a_loss_during_the_handshake_reports_its_cause(
 class SilentCmControl(FakeCmControl):
     """A peer that does not answer."""
 
-    async def connect(self, message_channel: MessageChannel, **attributes: Unpack[QpAttrs]) -> None:
+    async def _connect(self, message_channel: MessageChannel, initiator: bool, attributes: QpAttrs) -> None:
         await anyio.sleep_forever()
 
 
@@ -437,6 +435,17 @@ async def test_rdma_cm_timeout_names_the_missing_step(
     async with device.resource_domain() as domain:
         with pytest.raises(TimeoutError, match=f"no connection with {HOST}, port 7, within 50 ms: {awaits}"):
             await connect(HOST, 7, domain=domain, transport="rdmacm", settings=SMALL, timeout_s=0.05)
+
+
+async def test_a_timeout_of_rdma_cm_closes_the_identifier(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disconnecting alone, as for TCP, would leave it open."""
+    control = SilentCmControl()
+    monkeypatch.setattr(connect_module, "resolve", mock.AsyncMock(return_value=control))
+    async with device.resource_domain() as domain:
+        with pytest.raises(TimeoutError):
+            await connect(HOST, 7, domain=domain, transport="rdmacm", settings=SMALL, timeout_s=0.05)
+    assert isinstance(control.identifier.aclose, mock.AsyncMock)
+    control.identifier.aclose.assert_awaited_once()
 
 
 @pytest.mark.parametrize("transport", ["tcp", "auto"])

@@ -24,7 +24,19 @@ from aioverbs.attributes import Execution
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # for running this as a script
 
-from tests.bench import basics, connections, data_path, fabric, fabric_many, growth, many, neighbours, pools, storage
+from tests.bench import (
+    basics,
+    connecting,
+    connections,
+    data_path,
+    fabric,
+    fabric_many,
+    growth,
+    many,
+    neighbours,
+    pools,
+    storage,
+)
 from tests.bench.measuring import Result, check_build
 from tests.bench.table import add, empty_table, missed
 
@@ -92,6 +104,9 @@ def benchmarks(options: argparse.Namespace) -> dict[str, Callable[[], Results]]:
             *(partial(fabric.direct_writes, turns, places) for places in (fabric.MANY, fabric.FEW)),
         ),
         "fabric_many": on(partial(fabric_many.many_clients, 10)),
+        "connecting": on(
+            partial(connecting.in_sequence, 5 * rounds), partial(connecting.at_once, 1000, max(9, rounds // 100))
+        ),
         "connection_setup": partial(alone, partial(connections.setup, 1000), seconds),
         "connection_idle": partial(alone, partial(connections.idle, 1000), seconds),
         "connection_echo": on(partial(connections.echo, max(5, rounds // 5))),

@@ -165,8 +165,8 @@ def is_large(length: int) -> bool:
 def give_back_pages(region: "MemoryRegion", offset: int, length: int) -> None:
     """Give pages of a region back to the kernel, which provides new ones, zeroed, when they are next touched.
 
-    The registration stays valid only on a device that does not pin memory, which is the software device. This can be
-    called from any thread.
+    The registration stays valid only on a device that does not pin memory, which is the software device. If the
+    process locks its memory, the pages stay. This can be called from any thread.
 
     :param region: region whose memory the library has mapped.
     :param offset: where the pages begin in the region, in bytes; a multiple of the page size.
@@ -174,7 +174,11 @@ def give_back_pages(region: "MemoryRegion", offset: int, length: int) -> None:
     """
     memory = region._memory
     assert isinstance(memory, mmap.mmap)
-    memory.madvise(mmap.MADV_DONTNEED, offset, length)
+    try:
+        memory.madvise(mmap.MADV_DONTNEED, offset, length)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # EINVAL: the pages are locked
+            raise
 
 
 async def open_in_thread(resource: Resource) -> None:

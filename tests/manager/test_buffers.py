@@ -1,6 +1,7 @@
 """Buffer pools: order of leases, exclusive use, DMA, growth, and closing."""
 
 import asyncio
+import ctypes
 import errno
 import gc
 import mmap
@@ -790,3 +791,24 @@ class BufferPoolModel(RuleBasedStateMachine):
 
 BufferPoolModel.TestCase.settings = settings(max_examples=40, stateful_step_count=40)
 TestBufferPoolModel = BufferPoolModel.TestCase
+
+
+# ---- Pages of free buffers
+
+
+@pytest.mark.parametrize("is_locked", [False, True])
+async def test_free_buffers_give_back_their_pages(pd: ProtectionDomain, is_locked: bool) -> None:
+    """And stay usable, also in a process that locks its memory, which keeps the pages."""
+    async with BufferPool(pd, mmap.PAGESIZE, 2, alignment=mmap.PAGESIZE, gives_back_pages=True) as pool:
+        first, second = pool.lease_nowait(), pool.lease_nowait()
+        if is_locked:
+            address = ctypes.addressof(ctypes.c_char.from_buffer(first.buffer))
+            assert not ctypes.CDLL(None).mlock(ctypes.c_void_p(address), mmap.PAGESIZE)
+        first.buffer[0] = second.buffer[0] = 7
+        first.release()
+        assert second.buffer[0] == 7
+        with pool.lease_nowait() as again:
+            assert (again.region, again.offset) == (first.region, first.offset)
+            assert again.buffer[0] == (7 if is_locked else 0)
+            again.buffer[0] = 8
+        second.release()

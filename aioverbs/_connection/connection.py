@@ -36,10 +36,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Connection", "end_of", "on_closed"]
 
-_ACCESS = (
-    AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_READ | AccessFlags.REMOTE_ATOMIC
-)  # operations that the queue pair allows the peer; the keys of the granted memory decide where
-
 
 class Connection(Resource, anyio.abc.ObjectStream[bytes]):
     """Connection to a peer: messages in both directions, and access to memory that one end grants to the other.
@@ -81,7 +77,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         return owner if owner is not None and owner.bound else Affinity.of_running_loop()
 
     def _open(self) -> None:
-        """Create the queue pair, move it to INIT and post its receives.
+        """Create the queue pair, in RESET: `ConnectionEnd.post_receives` comes next.
 
         :raises VerbsError: the device has no queue pair left, or another verb failed.
         :raises ValueError: the device has no such port or GID, or does not support the queue depths of the settings.
@@ -97,8 +93,6 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         caller = owner if location.owner is None or not location.owner.bound else None  # else the queue pair checks
         end = ConnectionEnd(lifecycle, qp, self._block, settings, self._domain.base.handle, owner, caller)
         lifecycle.hold(end)
-        qp.to_init(qp_access_flags=_ACCESS)
-        end.channel.post_receives()
         lifecycle.stop, lifecycle.drain, lifecycle.drain_now = end.stop, end.drain, end.drain_now
         self._end, self._requests = end, end.requests
 

@@ -13,10 +13,16 @@ from aioverbs._core.handles import handles
 from aioverbs._lifecycle.affinity import Affinity
 from aioverbs._lifecycle.lifecycle import Lifecycle
 from aioverbs._memory.buffer_pool import LeasedBuffer
+from aioverbs._verbs.qp_modify import init_new
 from aioverbs._verbs.queue_pair import QueuePair
 from aioverbs.addresses import format_address
+from aioverbs.types import AccessFlags, QpState
 
 __all__ = ["ConnectionEnd"]
+
+_ACCESS = (
+    AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_READ | AccessFlags.REMOTE_ATOMIC
+)  # operations that the queue pair allows the peer; the keys of the granted memory decide where
 
 
 class ConnectionEnd:
@@ -63,6 +69,16 @@ class ConnectionEnd:
         self._lifecycle = lifecycle
         self._block = block
         self.channel.when_ended(self._on_channel_end)
+
+    def post_receives(self) -> None:
+        """Move the queue pair to INIT and post its receives, unless an earlier call has done so.
+
+        :raises VerbsError: a verb failed.
+        :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
+        """
+        if self.qp.qp_state is QpState.RESET:
+            init_new(self.qp, _ACCESS)
+            self.channel.post_receives()
 
     def start(self, control: ControlChannel) -> None:
         """Take over the control channel and begin to watch the peer. Call when the handshake is complete."""

@@ -118,7 +118,7 @@ class _PendingConnection:
         self._offer: Offer | None = None
 
     async def _open(self) -> ConnectionEnd:
-        """Create the queue pair and post its receives, unless an earlier call has done so.
+        """Create the queue pair, unless an earlier call has done so.
 
         :returns: this end of the connection.
         :raises VerbsError: the device has no queue pair, completion queue or memory region left.
@@ -162,9 +162,19 @@ class _PendingConnection:
         :raises Exception: whatever `offer` raises.
         """
         await self.offer()  # before the peer is contacted, as the port may have no GID
-        end = await self._open()
+        end = await self.post_receives()
         end.liveness.watch(control)
         return end.channel
+
+    async def post_receives(self) -> ConnectionEnd:
+        """Post the receives of the queue pair, unless an earlier call has done so. Its peer need not wait for that.
+
+        :returns: this end of the connection.
+        :raises Exception: whatever `_open` raises.
+        """
+        end = await self._open()
+        end.post_receives()
+        return end
 
     async def connect(self, peer: Offer, handshake_messages: int) -> None:
         """Connect the queue pair to the peer's, unless rdma_cm has already done so. Messages may then arrive.
@@ -177,7 +187,7 @@ class _PendingConnection:
         :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
         :raises VerbsError: connecting failed with a permanent error, and then the device could not be queried.
         """
-        end = await self._open()
+        end = await self.post_receives()
         end.peer = peer
         qp = end.qp
         is_connected = qp.qp_state is QpState.RTS  # with rdma_cm: the handshake goes over the queue pair
@@ -229,6 +239,7 @@ async def _initiate(handshake: Handshake, control: ControlChannel, pending: _Pen
     if handshake.is_short:
         ours = await pending.offer()
         await control.send(handshake.hello(), handshake.offer(ours))
+        await pending.post_receives()  # while the peer does its part
         handshake.receive_hello(await control.receive())
     else:
         await control.send(handshake.hello())

@@ -22,7 +22,7 @@ from aioverbs.attributes import AddressVector, QpAttributes
 from aioverbs.errors import BrokenResourceError, BusyResourceError, TransitionError, VerbsError
 from aioverbs.types import AccessFlags, LinkLayer, QpState, QpType
 
-__all__ = ["Connectable", "establish_cancellable", "is_modify_pending", "limits_for", "move_cancellable"]
+__all__ = ["Connectable", "establish_cancellable", "init_new", "is_modify_pending", "limits_for", "move_cancellable"]
 
 _INIT, _RTR, _RTS = QpState.INIT, QpState.RTR, QpState.RTS
 
@@ -573,6 +573,17 @@ def _retrieve_exception(task: asyncio.Task[None]) -> None:
     """Retrieve the exception of a task, so that asyncio does not log it as never retrieved."""
     if not task.cancelled():
         task.exception()
+
+
+def init_new(qp: Connectable, access: AccessFlags) -> None:
+    """Move a queue pair that has just been opened to INIT, as `Connectable.to_init` does, without querying its state.
+
+    :param qp: queue pair of type RC, in RESET.
+    :param access: operations that the peer may perform.
+    :raises VerbsError: the verb failed; nothing was changed.
+    :raises ConcurrentAccessError: another thread is inside a verb on the same unlocked domain; nothing was done.
+    """
+    qp._transition(_INIT, QpAttrs(pkey_index=0, port_num=qp._port, qp_access_flags=access), None)
 
 
 async def establish_cancellable(qp: Connectable, remote: Endpoint, attributes: QpAttrs) -> None:

@@ -357,14 +357,14 @@ def _invalid_values(attributes: Mapping[str, object], state: QpState, limits: Li
     :raises TypeError: the value of a numeric attribute is not an integer.
     :raises ValueError: ``cur_qp_state`` is not a `QpState`.
     """
-    for name, ends in _ranges(limits).items():
-        if name in attributes and (wrong := _out_of_range(attributes[name], ends)):
-            yield name, wrong
+    for name, (low, high) in _ranges(limits).items():
+        if name in attributes and not low <= (value := index(cast(int, attributes[name]))) <= high:
+            yield name, f"must be {low} to {high}, got {value}"
     av = attributes.get("av")
     if isinstance(av, AddressVector):
-        for name, ends in _path_ranges(limits).items():
-            if wrong := _out_of_range(getattr(av, name), ends):
-                yield f"av.{name}", wrong
+        for name, (low, high) in _path_ranges(limits).items():
+            if not low <= (value := index(getattr(av, name))) <= high:
+                yield f"av.{name}", f"must be {low} to {high}, got {value}"
         if limits.needs_gid and not av.dgid:
             yield "av.dgid", "must be the GID of the peer's port over Ethernet, got none"
     elif "av" in attributes:
@@ -375,13 +375,3 @@ def _invalid_values(attributes: Mapping[str, object], state: QpState, limits: Li
     access = index(cast(int, attributes.get("qp_access_flags", 0)))
     if access & ~int(_ACCESS):  # compared as integers: AccessFlags drops unknown bits
         yield "qp_access_flags", f"must be a combination of {_ACCESS!r}, got {access:#x}"
-
-
-def _out_of_range(value: object, ends: tuple[int, int]) -> str:
-    """Return a text that gives the range `ends` if `value` is out of that range, else ``""``.
-
-    :raises TypeError: the value is not an integer.
-    """
-    low, high = ends
-    number = index(cast(int, value))
-    return "" if low <= number <= high else f"must be {low} to {high}, got {number}"

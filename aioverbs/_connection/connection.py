@@ -3,13 +3,14 @@
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio
 import anyio.abc
 
 from aioverbs._connection.byte_stream import MessageByteStream
 from aioverbs._connection.connection_end import ConnectionEnd
+from aioverbs._connection.gather import Payload
 from aioverbs._connection.grants import Grant, RemoteGrant
 from aioverbs._connection.handshake import Offer
 from aioverbs._connection.message_channel import ConnectionStatistics
@@ -30,9 +31,6 @@ from aioverbs.addresses import Address
 from aioverbs.attributes import QpCapabilities
 from aioverbs.errors import BrokenResourceError, ClosedResourceError, ConcurrentAccessError
 from aioverbs.types import AccessFlags
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
 
 __all__ = ["Connection", "end_of", "on_closed"]
 
@@ -287,27 +285,52 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
 
     # ---- Messages
 
-    def send(self, item: "Buffer", *, immediate: int | None = None) -> Coroutine[Any, Any, None]:
-        """Send a message. This returns an awaitable; when the await returns, the message is in flight and `item` may be
-        changed.
+    def send(self, item: Payload, *, immediate: int | None = None) -> Coroutine[Any, Any, None]:
+        """Send a message. This returns an awaitable; when the await returns, the message is in flight and the memory of
+        `item` may be changed.
 
-        The await waits while the peer has no receive posted for the message, or while all send buffers are in flight.
-        If it is cancelled, the peer receives no part of the message.
+        The await waits while the peer has no receive posted for the message, or while all send buffers are in flight;
+        otherwise it returns without letting other tasks run. If it is cancelled, the peer receives no part of the
+        message.
 
-        :param item: the message, a contiguous buffer of 0 bytes up to the peer's ``max_message``.
+        :param item: the message, 0 bytes up to the peer's ``max_message``: a contiguous buffer of any format, or a list
+            or tuple of them, which the peer receives as one message. Sending a list costs no copy more than sending one
+            buffer.
         :param immediate: immediate data, 0..2**32-1, which the peer's `receive_with_immediate` returns; None for no
             immediate data.
         :raises BrokenResourceError: when awaited: the connection is broken.
         :raises ClosedResourceError: the connection is closed; when awaited: `send_eof` was called.
         :raises ValueError: when awaited: the message is longer than the peer accepts, or `immediate` does not fit in 32
             bits.
-        :raises TypeError: when awaited: `item` is not a contiguous buffer, or `immediate` is not an integer.
+        :raises TypeError: when awaited: `item` is neither a contiguous buffer nor a list or tuple of them, or
+            `immediate` is not an integer.
         :raises AffinityError: when awaited: another event loop owns the connection; nothing was done.
         :raises ConcurrentAccessError: when awaited: another thread is executing a verb on the same unlocked domain; the
             peer receives no part of the message.
         :raises VerbsError: when awaited: ``ibv_post_send`` failed; the peer receives no part of the message.
         """
         return self._open_end().channel.send(item, immediate)
+
+    def send_nowait(self, item: Payload, *, immediate: int | None = None) -> None:
+        """Send a message that fits in one buffer, if that is possible without waiting.
+
+        When this returns, the message is in flight and the memory of `item` may be changed.
+
+        :param item: the message, as for `send`, but at most as long as the smaller ``buffer_size`` of both ends. 4
+            bytes of that are used for immediate data, if there is any.
+        :param immediate: immediate data, as for `send`.
+        :raises anyio.WouldBlock: `send` would wait; nothing was sent.
+        :raises ValueError: the message is too long to be sent without waiting, or longer than the peer accepts, or
+            `immediate` does not fit in 32 bits.
+        :raises BrokenResourceError: the connection is broken.
+        :raises ClosedResourceError: the connection is closed, or `send_eof` was called.
+        :raises TypeError: `item` is neither a contiguous buffer nor a list or tuple of them, or `immediate` is not an
+            integer.
+        :raises AffinityError: another event loop owns the connection; nothing was done.
+        :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain; nothing was sent.
+        :raises VerbsError: ``ibv_post_send`` failed; nothing was sent.
+        """
+        self._open_end().channel.send_nowait(item, immediate)
 
     def receive(self) -> Coroutine[Any, Any, bytes]:
         """Wait for the next message. Its immediate data, if it has any, is dropped.

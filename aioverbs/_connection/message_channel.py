@@ -82,7 +82,8 @@ class MessageChannel(ChannelState):
         receive_buffers = _receive_buffers(block, settings)
         self._receiver = receiver = MessageReceiver(self, sender, receive_buffers, settings.max_message, on_control)
         # Attributes instead of methods, so that a call is one call.
-        self.send, self.send_frame, self.send_handshake = sender.send, sender.send_frame, sender.send_handshake
+        self.send, self.send_nowait = sender.send, sender.send_nowait
+        self.send_frame, self.send_handshake = sender.send_frame, sender.send_handshake
         self.send_control, self.is_control_pending = sender.send_control, sender.is_control_pending
         self.keep_until_done, self.send_keepalive = sender.keep_until_done, sender.send_keepalive
         self.wait_delivered = sender.wait_delivered

@@ -4,10 +4,12 @@ import asyncio
 import operator
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+
+import anyio
 
 from aioverbs._connection.channel_state import ChannelState
 from aioverbs._connection.credits import RESERVED_CREDITS, Credits
+from aioverbs._connection.gather import Cursor, Payload, parts_of
 from aioverbs._connection.send_buffers import SendBuffer, SendBuffers
 from aioverbs._connection.wire import (
     CREDITS_AT,
@@ -32,9 +34,6 @@ from aioverbs.errors import (
     VerbsError,
     WorkCompletionError,
 )
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
 
 __all__ = ["MessageSender", "check_immediate"]
 
@@ -81,73 +80,129 @@ class MessageSender:
 
     # ---- User messages
 
-    async def send(self, data: "Buffer", immediate: int | None = None) -> None:
-        """Send a user message. When this method returns, the message is in flight and `data` may be changed.
+    async def send(self, payload: Payload, immediate: int | None = None) -> None:
+        """Send a user message. When this method returns, the message is in flight and its memory may be changed.
 
-        This waits until a credit and a send buffer are available for each fragment. If the call is cancelled or raises,
-        the peer receives no part of the message.
+        This waits until a credit and a send buffer are available for each fragment. If both are there for the only
+        fragment, it returns without waiting. If the call is cancelled or raises, the peer receives no part of the
+        message.
 
-        :param data: the message, a contiguous buffer.
+        :param payload: the message, a contiguous buffer or a list or tuple of them.
         :param immediate: the user's immediate data, 0..2**32-1; None for no immediate data.
         :raises ValueError: the message is longer than the peer accepts, or `immediate` does not fit in 32 bits.
         :raises BrokenResourceError: the channel is broken.
         :raises ClosedResourceError: the channel is closed, or END was sent.
         :raises AffinityError: another event loop owns the connection.
-        :raises TypeError: `data` is not a contiguous buffer, or `immediate` is not an integer.
+        :raises TypeError: `payload` is not a contiguous buffer, nor a list or tuple of them, or `immediate` is not an
+            integer.
         :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
         :raises VerbsError: ``ibv_post_send`` failed.
         """
-        state, credit = self._state, self._credits
-        state.owner.check(state, "send")
-        if type(data) is not bytes:
-            data = memoryview(data).cast("B")
-        length = len(data)
-        assert credit is not None
-        if (
-            length <= self.fragment_size
-            and immediate is None
-            and state.broken is None
-            and not state.closed
-            and credit.available > 1
-            and not self._lock.locked()
-            and not state.eof_sent
-        ):
-            buffer = self._buffers.take()
-            if buffer is not None:
-                buffer.view[:length] = data
-                self._post_buffer(buffer, length, WHOLE)
-                self.messages += 1
-                return
-        await self._send_slowly(memoryview(data), immediate)
-
-    async def _send_slowly(self, data: memoryview, immediate: int | None) -> None:
-        """Send a user message that has several fragments or immediate data, or that has to wait.
-
-        :param data: the message.
-        :param immediate: the user's immediate data, 0..2**32-1; None for no immediate data.
-        :raises Exception: whatever `send` raises.
-        """
+        self._state.owner.check(self._state, "send")
         if immediate is not None:
             check_immediate(immediate)
-        if len(data) > self._max_message:
-            raise ValueError(f"the peer accepts messages of at most {self._max_message:,} bytes, got {len(data):,}")
+        parts: list[bytes] | list[memoryview] = [payload] if type(payload) is bytes else parts_of(payload)
+        if not self._send_at_once(parts, immediate):
+            await self._send_slowly(parts_of(parts), immediate)
+
+    def send_nowait(self, payload: Payload, immediate: int | None = None) -> None:
+        """Send a user message of one fragment, if that is possible without waiting.
+
+        :param payload: the message, as for `send`.
+        :param immediate: the user's immediate data, as for `send`.
+        :raises anyio.WouldBlock: there is no credit or no send buffer, or other messages are waiting for one; nothing
+            was sent.
+        :raises ValueError: the message does not fit in a fragment, is longer than the peer accepts, or `immediate` does
+            not fit in 32 bits.
+        :raises Exception: any other exception that `send` raises.
+        """
+        self._state.owner.check(self._state, "send_nowait")
+        if immediate is not None:
+            check_immediate(immediate)
+        parts = parts_of(payload)
+        if self._send_at_once(parts, immediate):
+            return
+        self._state.check_sending()
+        length, limit = sum(map(len, parts)), self.fragment_size - (0 if immediate is None else IMMEDIATE.size)
+        self._check_length(length)
+        if length > limit:
+            raise ValueError(
+                f"without waiting, messages of at most {limit:,} bytes can be sent, got {length:,}: await `send`"
+            )
+        raise anyio.WouldBlock
+
+    def _check_length(self, length: int) -> None:
+        """Check that the peer accepts messages of a length in bytes.
+
+        :raises ValueError: the message is too long.
+        """
+        if length > self._max_message:
+            raise ValueError(f"the peer accepts messages of at most {self._max_message:,} bytes, got {length:,}")
+
+    def _send_at_once(self, parts: list[bytes] | list[memoryview], immediate: int | None) -> bool:
+        """Send a user message of one fragment, if that is possible without waiting.
+
+        :param parts: the message.
+        :param immediate: the user's immediate data, which was checked; None for no immediate data.
+        :returns: whether the message was sent.
+        :raises Exception: whatever `QueuePair.send` raises; nothing was sent.
+        """
+        state, credit = self._state, self._credits
+        assert credit is not None
+        length = len(parts[0]) if len(parts) == 1 else sum(map(len, parts))
+        frame = WHOLE
+        if immediate is not None:
+            length += IMMEDIATE.size
+            frame |= HAS_IMMEDIATE
+        if (
+            length > self.fragment_size
+            or length > self._max_message
+            or state.broken is not None
+            or state.closed
+            or state.eof_sent
+            or credit.available <= RESERVED_CREDITS
+            or self._lock.locked()
+        ):
+            return False
+        buffer = self._buffers.take()
+        if buffer is None:
+            return False
+        view, at = buffer.view, 0
+        if immediate is not None:
+            IMMEDIATE.pack_into(view, 0, immediate)
+            at = IMMEDIATE.size
+        for part in parts:
+            end = at + len(part)
+            view[at:end] = part
+            at = end
+        self._post_buffer(buffer, length, frame)
+        self.messages += 1
+        return True
+
+    async def _send_slowly(self, parts: list[memoryview], immediate: int | None) -> None:
+        """Send a user message that has several fragments, or that has to wait.
+
+        :param parts: the message.
+        :param immediate: the user's immediate data, which was checked; None for no immediate data.
+        :raises Exception: whatever `send` raises.
+        """
+        length = sum(map(len, parts))
+        self._check_length(length)
         async with self._lock:
             self._state.check_sending()
             flags, prefix = FIRST, b""
             if immediate is not None:
                 flags |= HAS_IMMEDIATE
                 prefix = IMMEDIATE.pack(immediate)
-            if len(prefix) + len(data) > self.fragment_size:
-                prefix = TOTAL.pack(len(data)) + prefix
-            offset = 0
+            if len(prefix) + length > self.fragment_size:
+                prefix = TOTAL.pack(length) + prefix
+            cursor, left = Cursor(parts), length
             while True:
-                step = min(len(data) - offset, self.fragment_size - len(prefix))
-                last = offset + step == len(data)
-                await self._send_frame(
-                    header(FrameKind.DATA, flags | (LAST if last else 0)), prefix, data[offset : offset + step]
-                )
-                offset += step
-                if last:
+                step = min(left, self.fragment_size - len(prefix))
+                left -= step
+                fragment = [memoryview(prefix), *cursor.take(step)]
+                await self._send_frame(header(FrameKind.DATA, flags | (0 if left else LAST)), fragment)
+                if not left:
                     break
                 flags, prefix = 0, b""
             self.messages += 1
@@ -173,19 +228,16 @@ class MessageSender:
             if kind is FrameKind.END and self._state.eof_sent:
                 return
             self._state.check_sending()
-            await self._send_frame(header(kind, 0, 0, number), b"", memoryview(data), 0 if last else RESERVED_CREDITS)
+            await self._send_frame(header(kind, 0, 0, number), [memoryview(data)], 0 if last else RESERVED_CREDITS)
             if kind is FrameKind.END:
                 # only now, as a cancelled call has sent nothing; the lock excludes other senders until here
                 self._state.eof_sent = True
 
-    async def _send_frame(
-        self, immediate: int, prefix: bytes, data: memoryview, reserved: int = RESERVED_CREDITS
-    ) -> None:
+    async def _send_frame(self, immediate: int, parts: list[memoryview], reserved: int = RESERVED_CREDITS) -> None:
         """Wait for a credit and a buffer, then post a fragment or control message. The caller holds the channel's lock.
 
         :param immediate: header of the message, without the number of credits.
-        :param prefix: bytes to send before `data`.
-        :param data: bytes of the fragment or control message.
+        :param parts: bytes of the fragment or control message.
         :param reserved: number of credits to leave for other messages.
         :raises BrokenResourceError: the channel is broken.
         :raises ClosedResourceError: the channel is closed.
@@ -202,9 +254,10 @@ class MessageSender:
             await self._wait_for_credit(reserved)
             buffer = self._buffers.take()
             assert buffer is not None
-        end = len(prefix) + len(data)
-        buffer.view[: len(prefix)] = prefix
-        buffer.view[len(prefix) : end] = data
+        end = 0
+        for part in parts:
+            start, end = end, end + len(part)
+            buffer.view[start:end] = part
         self._post_buffer(buffer, end, immediate)
 
     def _post_buffer(self, buffer: SendBuffer, length: int, immediate: int) -> None:

@@ -1,5 +1,6 @@
 """Messages of every size, in order, by many tasks, with slow receivers, and without any RNR NAK."""
 
+import array
 import asyncio
 import contextlib
 import errno
@@ -20,6 +21,7 @@ from aioverbs import (
 from aioverbs._verbs import qp_defaults as repeating
 from tests.capabilities import Capability, needs
 from tests.connections.ends import SMALL, deeper, pair, use_up
+from tests.holding import hold, unhold
 from tests.pace import fewer, patience
 from tests.waiting import until
 
@@ -95,6 +97,84 @@ async def test_any_buffer_may_be_changed_after_sending(device: Device) -> None:
         assert await ends.far.receive() == b"23"
         with pytest.raises(TypeError):
             await ends.near.send("text")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("settings", [SMALL, HUGE, ConnectionSettings()], ids=["small", "one buffer", "usual"])
+async def test_buffers_of_any_kind_are_sent_as_one_message(device: Device, settings: ConnectionSettings) -> None:
+    numbers = array.array("I", range(1000))
+    matrix = memoryview(bytes(range(12))).cast("B", (3, 4))
+    payloads: list[Any] = [
+        [],
+        (b"", bytearray()),
+        [b"one"],
+        (b"length", b"", bytearray(b"body")),
+        [b"head", numbers, matrix, memoryview(b"tail")[1:]],
+        numbers,
+        matrix,
+    ]
+    async with pair(device, settings) as ends:
+        for payload in payloads:
+            expected = b"".join(map(bytes, payload)) if isinstance(payload, list | tuple) else bytes(payload)
+            for immediate in (None, 7):
+                sending = asyncio.create_task(ends.near.send(payload, immediate=immediate))
+                assert await ends.far.receive_with_immediate() == (expected, immediate)
+                await sending
+        for wrong in ("text", ["text"], [b"fine", 5], 5, memoryview(b"0123")[::2]):
+            with pytest.raises(TypeError):
+                await ends.near.send(wrong)  # type: ignore[arg-type]
+            with pytest.raises(TypeError):
+                ends.near.send_nowait(wrong)  # type: ignore[arg-type]
+        assert await _one(ends.near, ends.far, b"fine") == b"fine"
+
+
+async def test_a_send_that_has_credit_lets_no_other_task_run(device: Device) -> None:
+    async with pair(device) as ends:
+        turns: list[int] = []
+        asyncio.get_running_loop().call_soon(turns.append, 1)
+        await ends.near.send([b"with ", b"credit"], immediate=1)
+        await ends.near.send(b"and again")
+        assert not turns
+
+
+async def test_send_nowait(device: Device) -> None:
+    async with pair(device, SMALL, deeper(SMALL, max_message=1000)) as ends:
+        ends.near.send_nowait(bytes(1000))
+        ends.near.send_nowait([b"a", b"b"], immediate=5)
+        assert await ends.far.receive() == bytes(1000)
+        assert await ends.far.receive_with_immediate() == (b"ab", 5)
+        with pytest.raises(ValueError, match="at most 1,000 bytes"):
+            ends.near.send_nowait(bytes(1001))
+        with pytest.raises(ValueError, match=r"at most 1,020 bytes.*got 1,021: await `send`"):
+            ends.far.send_nowait(bytes(1021), immediate=0)
+        with pytest.raises(ValueError, match="32 bits"):
+            ends.near.send_nowait(b"", immediate=-1)
+        count = await use_up(ends.near)
+        with pytest.raises(anyio.WouldBlock):
+            ends.near.send_nowait(b"no credit")
+        for _ in range(count):
+            assert await ends.far.receive() == b"one of them"
+        await until(lambda: ends.near.traffic().credits > 1)
+        ends.near.send_nowait(b"credit")
+        assert await ends.far.receive() == b"credit"
+        await ends.near.send_eof()
+        with pytest.raises(ClosedResourceError, match="send_eof"):
+            ends.near.send_nowait(b"more")
+        ends.far.abort()
+        with pytest.raises(ClosedResourceError):
+            ends.far.send_nowait(b"more")
+
+
+@needs(Capability.FAULT_PLAN)
+async def test_send_nowait_does_not_overtake_messages_that_wait(device: Device) -> None:
+    async with pair(device, deeper(SMALL, receive_depth=8)) as ends:
+        hold(device, ends.near.qp)
+        sending = asyncio.create_task(ends.near.send(bytes(5000)))
+        await until(lambda: ends.near.traffic().waits)
+        with pytest.raises(anyio.WouldBlock):
+            ends.near.send_nowait(b"later")
+        unhold(device, ends.near.qp)
+        assert await ends.far.receive() == bytes(5000)
+        await sending
 
 
 @pytest.mark.every_way

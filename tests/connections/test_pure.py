@@ -13,6 +13,7 @@ from hypothesis import given, strategies as st
 
 from aioverbs import AccessFlags, Backoff, ConnectionSettings
 from aioverbs._connection.credits import MAX_CREDITS, Credits
+from aioverbs._connection.gather import Cursor, parts_of
 from aioverbs._connection.reassembly import Assembly
 from aioverbs._connection.wire import FIRST, HAS_IMMEDIATE, LAST, TOTAL, FrameKind, GrantNotice, header, parse_header
 
@@ -116,6 +117,17 @@ def test_invalid_depths(depths: tuple[int, int]) -> None:
 
 
 # ---- Fragments
+
+
+@given(st.lists(st.binary(max_size=20), max_size=8), st.data())
+def test_a_cursor_gives_the_bytes_of_all_parts_in_order(parts: list[bytes], data: st.DataObject) -> None:
+    whole = b"".join(parts)
+    subject, at = Cursor(parts_of(parts)), 0
+    while at < len(whole):
+        length = data.draw(st.integers(1, len(whole) - at))
+        assert b"".join(subject.take(length)) == whole[at : at + length]
+        at += length
+    assert subject.take(0) == []
 
 
 def test_short_fragments_need_little_memory() -> None:

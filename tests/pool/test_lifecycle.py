@@ -361,12 +361,15 @@ async def test_open_raises_its_reason_although_a_worker_does_not_end(device: Dev
 
 @pytest.mark.every_way
 async def test_a_worker_that_cannot_start_ends_the_others_at_once(device: Device) -> None:
+    entered: list[int] = []
     left: list[int] = []
 
     @contextlib.asynccontextmanager
     async def setup(worker: Worker) -> AsyncIterator[None]:
         if worker.number == 1:
+            await until(lambda: len(entered) == 2)
             raise ValueError("a bad configuration")
+        entered.append(worker.number)
         try:
             await asyncio.sleep(3600)  # as for the other worker
         finally:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.abc
@@ -31,6 +31,9 @@ from aioverbs.addresses import Address
 from aioverbs.attributes import QpCapabilities
 from aioverbs.errors import BrokenResourceError, ClosedResourceError, ConcurrentAccessError
 from aioverbs.types import AccessFlags
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 __all__ = ["Connection", "end_of", "on_closed"]
 
@@ -89,7 +92,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         qp = QueuePair(self, location, self._cq, None, depths, port=settings.port, gid_index=settings.gid_index)
         open_part_now(qp, keeps_parents=False)
         caller = owner if location.owner is None or not location.owner.bound else None  # else the queue pair checks
-        end = ConnectionEnd(lifecycle, qp, self._block, settings, self._domain.base.handle, owner, caller)
+        end = ConnectionEnd(lifecycle, qp, self._block, settings, self._domain, owner, caller)
         lifecycle.hold(end)
         lifecycle.stop, lifecycle.drain, lifecycle.drain_now = end.stop, end.drain, end.drain_now
         self._end, self._requests = end, end.requests
@@ -112,8 +115,9 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         Closing twice has no effect.
 
         Before closing, this waits until all sent messages are in the peer's memory, from which the peer can still
-        receive them, but at most ``close_timeout_s`` of the settings. After that time, or if this call is cancelled,
-        messages that were not delivered are lost and the peer's calls raise `BrokenResourceError`. A cancelled call
+        receive them, and those of 128 KiB or more until the peer has received them; but at most ``close_timeout_s`` of
+        the settings. After that time, or if this call is cancelled, messages that were not delivered are lost and the
+        peer's calls raise `BrokenResourceError`. A cancelled call
         closes the connection nevertheless. Messages from the peer that this end has not received yet are lost.
 
         If the event loop of the connection is closed, another loop may close the connection; no messages are delivered
@@ -141,8 +145,11 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
                     contextlib.suppress(BrokenResourceError, ClosedResourceError),
                     anyio.move_on_after(self._settings.close_timeout_s),
                 ):
+                    channel.discard_announced()
                     await _retry_while_busy(lambda: channel.send_frame(FrameKind.END, last=True))
                     await _retry_while_busy(channel.wait_delivered)
+                    if end.announcer is not None:
+                        await end.announcer.wait_answered()
         finally:
             await super().aclose()
 
@@ -290,12 +297,18 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         `item` may be changed.
 
         The await waits while the peer has no receive posted for the message, or while all send buffers are in flight;
-        otherwise it returns without letting other tasks run. If it is cancelled, the peer receives no part of the
-        message.
+        otherwise it returns without letting other tasks run.
+
+        A message of 128 KiB or more is not copied into buffers: the peer's receive call reads it from the memory of
+        `item`. The await returns when the peer has received it. If the memory belongs to `bytes`, which cannot change,
+        the await returns earlier, as long as the peer has at most 8 MiB of such messages to receive. The registration
+        cache of the domain keeps the memory registered, unless it is that of a bytearray, array or mmap.
+
+        If the await is cancelled, the peer receives no part of the message; or all of it, if it was just receiving a
+        message of 128 KiB or more.
 
         :param item: the message, 0 bytes up to the peer's ``max_message``: a contiguous buffer of any format, or a list
-            or tuple of them, which the peer receives as one message. Sending a list costs no copy more than sending one
-            buffer.
+            or tuple of them, which the peer receives as one message. The parts are not joined first.
         :param immediate: immediate data, 0..2**32-1, which the peer's `receive_with_immediate` returns; None for no
             immediate data.
         :raises BrokenResourceError: when awaited: the connection is broken.
@@ -347,6 +360,38 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
             lost.
         """
         return self._open_end().channel.receive()
+
+    def receive_into(self, buffer: "Buffer") -> Coroutine[Any, Any, int]:
+        """Wait for the next message, and write it to memory of the caller. Its immediate data, if it has any, is
+        dropped.
+
+        This returns an awaitable, which raises the exceptions below. A cancelled await loses no message. After its end,
+        `buffer` is not written to; if the device is writing to it, the cancellation waits for that. A long message goes
+        directly from the peer's memory to `buffer`, which the registration cache of the domain keeps registered for the
+        next time.
+
+        :param buffer: contiguous, writable buffer, of which the message fills the beginning.
+        :returns: an awaitable that returns the length of the message in bytes.
+        :raises ValueError: the message is longer than `buffer`. It is not lost: the next call gets it.
+        :raises TypeError: `buffer` is not a contiguous, writable buffer.
+        :raises VerbsError: the device cannot register `buffer`; no message is lost.
+        :raises Exception: any other exception that `receive` raises.
+        """
+        return self._open_end().channel.receive_into(buffer)
+
+    def receive_buffer(self) -> Coroutine[Any, Any, memoryview]:
+        """Wait for the next message, and return it in writable memory. Its immediate data, if it has any, is dropped.
+
+        This returns an awaitable, which raises the exceptions below. A cancelled await loses no message. The memory is
+        used for nothing else while the memoryview, or an object made from it such as an array or a slice, exists. After
+        that, it is used for other messages, or unmapped: there is nothing to release.
+
+        :returns: an awaitable that returns a memoryview of format ``B``, as long as the message.
+        :raises VerbsError: the device cannot register memory; no message is lost.
+        :raises OSError: the process cannot map memory; no message is lost.
+        :raises Exception: any other exception that `receive` raises.
+        """
+        return self._open_end().channel.receive_buffer()
 
     async def receive_with_immediate(self) -> tuple[bytes, int | None]:
         """Wait for the next message, and return it with its immediate data. A cancelled call loses no message.

@@ -2,17 +2,18 @@
 
 from collections.abc import Callable
 
+from aioverbs._connection.announcer import Announcer
 from aioverbs._connection.control_channel import ControlChannel
 from aioverbs._connection.grants import Grants
-from aioverbs._connection.handshake import Offer
+from aioverbs._connection.handshake import Capabilities, Offer
 from aioverbs._connection.liveness import Liveness
 from aioverbs._connection.message_channel import MessageChannel
 from aioverbs._connection.one_sided import OneSidedRequests
 from aioverbs._connection.settings import ConnectionSettings
-from aioverbs._core.handles import handles
 from aioverbs._lifecycle.affinity import Affinity
 from aioverbs._lifecycle.lifecycle import Lifecycle
 from aioverbs._memory.buffer_pool import LeasedBuffer
+from aioverbs._verbs.base_domain import Domain
 from aioverbs._verbs.qp_modify import init_new
 from aioverbs._verbs.queue_pair import QueuePair
 from aioverbs.addresses import format_address
@@ -41,7 +42,7 @@ class ConnectionEnd:
     :param qp: queue pair, in RESET.
     :param block: memory of the buffers, which `destroy` releases.
     :param settings: sizes and times of this end.
-    :param pd: protection domain.
+    :param domain: domain of the connection.
     :param owner: owner of the connection.
     :param caller: the same owner if the queue pair does not check its caller; else None.
     """
@@ -52,22 +53,24 @@ class ConnectionEnd:
         qp: QueuePair,
         block: LeasedBuffer,
         settings: ConnectionSettings,
-        pd: handles.ProtectionDomain,
+        domain: Domain,
         owner: Affinity,
         caller: Affinity | None,
     ) -> None:
         self.qp = qp
         self.peer: Offer | None = None  # the peer's offer, once it has arrived
         self.channel = MessageChannel(
-            qp, owner, block, settings, lambda kind, number, data: grants.on_frame(kind, number, data)
+            qp, owner, block, settings, domain, lambda kind, number, data: grants.on_frame(kind, number, data)
         )
-        self.grants = grants = Grants(self.channel, pd, settings.max_grants)
+        self.grants = grants = Grants(self.channel, domain.base.handle, settings.max_grants)
+        self.announcer: Announcer | None = None  # None until `begin_messages`, or if both ends do not announce messages
         self.requests = OneSidedRequests(self.channel, grants, caller)
         self.liveness = Liveness(self.channel, settings.keep_alive_s)
         self.control: ControlChannel | None = None  # None until the handshake is complete
         self.closed_callback: Callable[[], object] = lambda: None
         self._lifecycle = lifecycle
         self._block = block
+        self._cache = domain.cache
         self.channel.when_ended(self._on_channel_end)
 
     def post_receives(self) -> None:
@@ -79,6 +82,20 @@ class ConnectionEnd:
         if self.qp.qp_state is QpState.RESET:
             init_new(self.qp, _ACCESS)
             self.channel.post_receives()
+
+    def begin_messages(self, own: Offer, peer: Offer, handshake_messages: int) -> None:
+        """Set the sizes and credits from the offers of both ends. From now on, messages may arrive.
+
+        :param own: offer of this end.
+        :param peer: offer of the peer.
+        :param handshake_messages: number of handshake messages that have yet to arrive on the queue pair.
+        """
+        self.peer = peer
+        announces = Capabilities.ANNOUNCES in own.capabilities & peer.capabilities
+        self.channel.start(peer.depth, peer.buffer_size, peer.max_message, handshake_messages, announces)
+        if announces:
+            self.announcer = Announcer(self.channel, self.grants, self._cache, own.depth)
+            self.channel.set_announce(self.announcer.announce)
 
     def start(self, control: ControlChannel) -> None:
         """Take over the control channel and begin to watch the peer. Call when the handshake is complete."""

@@ -1,6 +1,6 @@
 """PURE: credit-based flow control, so that the peer has a receive posted for each message sent."""
 
-__all__ = ["MAX_CREDITS", "RESERVED_CREDITS", "Credits"]
+__all__ = ["MAX_CREDITS", "RESERVED_CREDITS", "Credits", "max_announced"]
 
 MAX_CREDITS = 1023
 """Largest number of credits that one message can return."""
@@ -10,6 +10,19 @@ RESERVED_CREDITS = 1
 
 Without this reserve, each end could wait for the other to return credits.
 """
+
+
+def max_announced(depth: int) -> int:
+    """Return the number of announced messages that an end may have unanswered at once.
+
+    The answer to each uses a receive but no credit. Otherwise an end whose credits are used up could not say that it
+    has read a message, while the sender of that message, waiting for it, returns no credits. One receive is posted for
+    the handshake and free after it. The others are taken from the credits: `depth` + 1 - `max_announced(depth)` are
+    left.
+
+    :param depth: number of receives in the offer of the end that announces.
+    """
+    return 1 + depth // 8
 
 
 class Credits:
@@ -53,6 +66,10 @@ class Credits:
         """
         assert self.available > 0
         self.available -= 1
+        return self.take_owed()
+
+    def take_owed(self) -> int:
+        """Return the owed credits, to be returned to the peer with a message that uses no credit."""
         owed, self.owed = self.owed, 0
         self._peer_credits += owed
         return owed
@@ -63,8 +80,15 @@ class Credits:
         :param returned: number that `take` returned.
         """
         self.available += 1
+        self.undo_take_owed(returned)
+
+    def undo_take_owed(self, returned: int) -> None:
+        """Undo a call to `take_owed`, because the message was not sent.
+
+        :param returned: number that `take_owed` returned.
+        """
         self.owed += returned
-        self._peer_credits -= returned  # no message has arrived since `take`
+        self._peer_credits -= returned  # no message has arrived since `take_owed`
 
     def add(self, count: int) -> None:
         """Add credits that the peer returned to the available ones.

@@ -188,13 +188,12 @@ class _PendingConnection:
         :raises VerbsError: connecting failed with a permanent error, and then the device could not be queried.
         """
         end = await self.post_receives()
-        end.peer = peer
-        qp = end.qp
+        qp, own = end.qp, await self.offer()
         is_connected = qp.qp_state is QpState.RTS  # with rdma_cm: the handshake goes over the queue pair
-        end.channel.start(peer.depth, peer.buffer_size, peer.max_message, handshake_messages if is_connected else 0)
+        end.begin_messages(own, peer, handshake_messages if is_connected else 0)
         if is_connected:
             return
-        here = (await self.offer()).endpoint
+        here = own.endpoint
         try:
             attributes = self._settings.repetitions(software=qp.handle.context.software)
             attributes["av"] = here.path_to(peer.endpoint, port_num=self._settings.port, sgid_index=qp.gid_index)
@@ -280,6 +279,8 @@ def _make_offer(qp: QueuePair, settings: ConnectionSettings) -> Offer:
         capabilities |= Capabilities.ATOMICS
     if has_windows(context):
         capabilities |= Capabilities.WINDOWS
+    if context.attributes.max_qp_rd_atom and context.attributes.max_qp_init_rd_atom:
+        capabilities |= Capabilities.ANNOUNCES
     return Offer(
         _endpoint(qp),
         settings.buffer_size,

@@ -204,14 +204,14 @@ class Grants:
         self._local_grants[number] = None  # reserves the number
         key: MemoryWindow | MemoryRegion | None = None
         try:
-            key, remote = await self._make_key(owner, memory, access)
+            key, remote = await self.make_key(owner, memory, access)
             notice = GrantNotice(remote.address, remote.length, remote.rkey, access)
             await self._channel.send_frame(FrameKind.GRANT, number, notice.pack())
         except BaseException:
             # A cancelled `send_frame` has sent nothing, so the peer does not have the key.
             del self._local_grants[number]
             if key is not None:
-                await wait_uncancelled(self._close_key(key))
+                await wait_uncancelled(self.close_key(key))
             raise
         return Grant(number, remote, access, key, self)
 
@@ -228,14 +228,30 @@ class Grants:
             if self._last_number not in self._local_grants:
                 return self._last_number
 
-    async def _make_key(
+    def reserve_number(self) -> tuple[int, "asyncio.Future[None]"]:
+        """Reserve a number for memory that the peer stops to access by itself.
+
+        :returns: the number, and a future that is done when the peer sends REVOKED, and cancelled when the connection
+            ends first. Either makes the number free again.
+        :raises ValueError: all numbers are in use.
+        """
+        number = self._next_number()
+        answered: asyncio.Future[None] = running_loop().create_future()
+        self._local_grants[number] = answered
+        return number, answered
+
+    def release_number(self, number: int) -> None:
+        """Make a number free again that was reserved, but that the peer was not told."""
+        del self._local_grants[number]
+
+    async def make_key(
         self, owner: Resource, memory: RegionSlice, access: AccessFlags
     ) -> tuple[MemoryWindow | MemoryRegion, RemoteRegion]:
         """Make the key of a grant: bind a memory window if possible, else register the memory a second time.
 
         A memory window belongs to this queue pair and does not affect other users of the region.
 
-        :param owner: the connection, which owns the new window or registration.
+        :param owner: resource that owns the new window or registration.
         :param memory: the memory to grant.
         :param access: what the peer may do.
         :returns: the window or registration, which the caller closes, and the address, length and key for the peer.
@@ -247,14 +263,28 @@ class Grants:
         if _can_use_window(self._base.context, memory):
             window = await open_part(MemoryWindow(owner, self._base, MwType.TYPE_2))
             try:  # a window must not be destroyed while the bind is in flight
-                return window, await wait_uncancelled(self._channel.qp.bind_window(window, memory, access))
+                binding = self._channel.qp.bind_window(window, memory, access)
+                return window, binding.result() if binding.done() else await wait_uncancelled(binding)
             except BaseException:
                 await wait_uncancelled(window.aclose())
                 raise
-        region = MemoryRegion(
-            owner, self._base, memory.buffer, access | (AccessFlags.LOCAL_WRITE if access & _WRITES else AccessFlags(0))
-        )
-        await open_part(region)
+        return await self.register(owner, memory.buffer, access)
+
+    async def register(
+        self, owner: Resource, memory: memoryview, access: AccessFlags
+    ) -> tuple[MemoryRegion, RemoteRegion]:
+        """Make a key by registering memory for it alone.
+
+        :param owner: resource that owns the registration.
+        :param memory: the memory.
+        :param access: what the peer may do.
+        :returns: the registration, which the caller closes, and the address, length and key for the peer.
+        :raises VerbsError: the device cannot register the memory.
+        :raises BufferError: the memory is read-only, and `access` permits writes or atomics.
+        :raises Exception: any other exception that `MemoryRegion.open` raises.
+        """
+        local_access = AccessFlags.LOCAL_WRITE if access & _WRITES else AccessFlags(0)
+        region = await open_part(MemoryRegion(owner, self._base, memory, access | local_access))
         return region, region.remote()
 
     async def revoke(self, grant: Grant, timeout_s: float) -> None:
@@ -280,12 +310,12 @@ class Grants:
         finally:
             if grant._closing is None or (grant._closing.done() and not key.closed):
                 # shared by all callers that revoke this grant
-                grant._closing = running_loop().create_task(self._close_key(key))
+                grant._closing = running_loop().create_task(self.close_key(key))
             await wait_uncancelled(grant._closing)
         if acknowledged.cancelled():
             raise self._channel.closed_error()
 
-    async def _close_key(self, key: MemoryWindow | MemoryRegion) -> None:
+    async def close_key(self, key: MemoryWindow | MemoryRegion) -> None:
         """Close the memory window or registration of a grant, which invalidates the key.
 
         A verb does this, as a local-invalidate request would wait in the send queue behind messages that the peer may

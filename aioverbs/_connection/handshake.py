@@ -105,6 +105,9 @@ class Capabilities(enum.IntFlag):
     WINDOWS = 2
     """Grants of this end are memory windows of type 2, which its device can revoke."""
 
+    ANNOUNCES = 4
+    """This end announces long messages, and reads those that the peer announces, if both ends do."""
+
 
 NO_CAPABILITIES = Capabilities(0)
 
@@ -160,7 +163,8 @@ class Offer:
 
     :param endpoint: endpoint of the queue pair, of type RC.
     :param buffer_size: size of each receive buffer in bytes, 512..2**30.
-    :param depth: number of receives kept posted, 4..1023, which is the number of the peer's credits.
+    :param depth: number of receives kept posted, 4..1023, which is the number of the peer's credits. If both ends have
+        ``ANNOUNCES``, one eighth of them, rounded down, is kept for answers to announced messages instead.
     :param max_message: size of the longest message that this end accepts, in bytes, 1..2**64-1.
     :param capabilities: capabilities of this end.
     :param atomics: scope in which the device's atomics are atomic.
@@ -222,7 +226,7 @@ class Offer:
         name, proof = body[_OFFER.size : _OFFER.size + length], body[_OFFER.size + length :]
         if len(name) != length or length > _MAX_NAME_BYTES or len(proof) != proof_bytes:
             raise _protocol_error(f"the lengths inside OFFER do not add up to its {len(body)} bytes")
-        known = Capabilities(capabilities & (Capabilities.ATOMICS | Capabilities.WINDOWS))
+        known = Capabilities(capabilities & sum(Capabilities))
         try:
             offer = cls(
                 Endpoint.from_bytes(endpoint),

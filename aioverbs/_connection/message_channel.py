@@ -4,15 +4,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from aioverbs._connection.channel_state import ChannelState
-from aioverbs._connection.credits import Credits
+from aioverbs._connection.credits import Credits, max_announced
 from aioverbs._connection.message_receiver import MessageReceiver, ReceiveBuffer
-from aioverbs._connection.message_sender import MessageSender
+from aioverbs._connection.message_sender import Announce, MessageSender
 from aioverbs._connection.send_buffers import SendBuffer
 from aioverbs._connection.settings import ConnectionSettings
 from aioverbs._connection.wire import FrameKind
 from aioverbs._exports import publish
 from aioverbs._lifecycle.affinity import Affinity
 from aioverbs._memory.buffer_pool import LeasedBuffer
+from aioverbs._verbs.base_domain import Domain
 from aioverbs._verbs.queue_pair import QueuePair
 
 __all__ = ["ConnectionStatistics", "MessageChannel"]
@@ -63,6 +64,7 @@ class MessageChannel(ChannelState):
     :param owner: owner of the connection, even if any loop may use the queue pair.
     :param block: memory for the buffers.
     :param settings: sizes of this end.
+    :param domain: domain that the memory for received messages is registered with.
     :param on_control: called with the kind, number and bytes of each control message, except for CREDITS; raises
         ValueError if the message violates the protocol.
     """
@@ -73,6 +75,7 @@ class MessageChannel(ChannelState):
         owner: Affinity,
         block: LeasedBuffer,
         settings: ConnectionSettings,
+        domain: Domain,
         on_control: Callable[[FrameKind, int, bytes], None],
     ) -> None:
         super().__init__(qp, owner)
@@ -80,17 +83,23 @@ class MessageChannel(ChannelState):
         self._credits: Credits | None = None
         self._sender = sender = MessageSender(self, _send_buffers(block, settings), block[:0])
         receive_buffers = _receive_buffers(block, settings)
-        self._receiver = receiver = MessageReceiver(self, sender, receive_buffers, settings.max_message, on_control)
+        self._receiver = receiver = MessageReceiver(
+            self, sender, receive_buffers, settings.max_message, domain, on_control
+        )
         # Attributes instead of methods, so that a call is one call.
         self.send, self.send_nowait = sender.send, sender.send_nowait
         self.send_frame, self.send_handshake = sender.send_frame, sender.send_handshake
         self.send_control, self.is_control_pending = sender.send_control, sender.is_control_pending
         self.keep_until_done, self.send_keepalive = sender.keep_until_done, sender.send_keepalive
+        self.send_announcement, self.drop_control = sender.send_announcement, sender.drop_control
         self.wait_delivered = sender.wait_delivered
         self.receive, self.receive_handshake = receiver.receive, receiver.receive_handshake
+        self.receive_into, self.receive_buffer = receiver.receive_into, receiver.receive_buffer
+        self.answers_without_credit = receiver.answers_without_credit
+        self.discard_announced = receiver.announced.discard
         self.post_receives, self.inbox = receiver.post_receives, receiver.inbox
 
-    def start(self, depth: int, buffer_size: int, max_message: int, handshake_messages: int) -> None:
+    def start(self, depth: int, buffer_size: int, max_message: int, handshake_messages: int, announces: bool) -> None:
         """Set the sizes and credits from the peer's offer. From now on, messages are framed.
 
         Only the remaining handshake messages still arrive unframed.
@@ -99,11 +108,21 @@ class MessageChannel(ChannelState):
         :param buffer_size: size of each of these receives, in bytes.
         :param max_message: size of the longest message that the peer accepts, in bytes.
         :param handshake_messages: number of handshake messages that have yet to arrive on the queue pair.
-        :raises ValueError: `depth` is not in 3..1023.
+        :param announces: whether both ends announce long messages.
+        :raises ValueError: `depth` is not in 4..1023.
         """
-        self._credits = Credits(depth, self._settings.receive_depth)
+        own_depth = self._settings.receive_depth
+        if announces:
+            self._credits = Credits(depth + 1 - max_announced(depth), own_depth + 1 - max_announced(own_depth))
+            self._receiver.announced.start(max_announced(depth))
+        else:
+            self._credits = Credits(depth, own_depth)
         self._sender.start(self._credits, min(buffer_size, self._settings.buffer_size), max_message)
         self._receiver.start(self._credits, handshake_messages)
+
+    def set_announce(self, announce: Announce) -> None:
+        """Set the function that announces long messages."""
+        self._sender.announce = announce
 
     @property
     def fragment_size(self) -> int:

@@ -2,17 +2,20 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import anyio
 
+from aioverbs._connection.announced_messages import AnnouncedMessage, AnnouncedMessages
 from aioverbs._connection.channel_state import ChannelState
 from aioverbs._connection.credits import Credits
 from aioverbs._connection.message_sender import MessageSender
-from aioverbs._connection.reassembly import Assembly
+from aioverbs._connection.reassembly import Assembly, MessageWithImmediate
+from aioverbs._connection.recycled_memory import recycled_memory_of
 from aioverbs._connection.wire import CREDITS_AT, WHOLE, FrameKind, parse_header
 from aioverbs._core.data_path.data_path import Inbox, Received, RegionSlice, close_inbox, receive_into
 from aioverbs._memory.buffer_pool import LeasedBuffer
+from aioverbs._verbs.base_domain import Domain
 from aioverbs.errors import (
     AffinityError,
     BrokenResourceError,
@@ -23,6 +26,9 @@ from aioverbs.errors import (
     VerbsError,
     WorkCompletionError,
 )
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 __all__ = ["MessageReceiver", "ReceiveBuffer"]
 
@@ -63,6 +69,7 @@ class MessageReceiver:
     :param sender: sender of the same end, which returns credits and gets those that the peer returns.
     :param buffers: memory of the receives, one more than the peer gets credits.
     :param max_message: size of the longest message accepted from the peer, in bytes.
+    :param domain: domain that the memory for received messages is registered with.
     :param on_control: called with the kind, number and bytes of each control message, except for CREDITS; raises
         ValueError if the message violates the protocol.
     """
@@ -73,9 +80,13 @@ class MessageReceiver:
         sender: MessageSender,
         buffers: list[ReceiveBuffer],
         max_message: int,
+        domain: Domain,
         on_control: Callable[[FrameKind, int, bytes], None],
     ) -> None:
         self.messages = 0
+        self.announced = AnnouncedMessages(state, sender, max_message)
+        # numbers of this end's announced messages: the peer's REVOKED for one of them uses no credit
+        self.answers_without_credit: set[int] = set()
         self._state = state
         self._sender = sender
         self._buffers = buffers
@@ -83,7 +94,10 @@ class MessageReceiver:
         self._credits: Credits | None = None
         self._assembly = Assembly(max_message)
         self._deferred_credits = 0  # credits of fragments that arrived while messages were unread
-        self._is_pending = False  # a task waits for a message
+        self._is_pending = False  # a task waits for a message, or reads one
+        self._held: object = None  # the next message, taken from the inbox, but not received by the user
+        self._cache = domain.cache
+        self._memory = recycled_memory_of(domain)
         self._handshake_messages_left = _UNLIMITED
         self.inbox = Inbox(state.receive_queue, self._on_received, self._on_flushed)
         state.when_ended(self._end_inbox)
@@ -121,20 +135,132 @@ class MessageReceiver:
         :raises AffinityError: another event loop owns the connection.
         :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
         """
-        self._state.owner.check(self._state, "receive")
-        if self._is_pending:
-            raise BusyResourceError("another task is already waiting for a message on this connection")
-        self._is_pending = True
+        self._begin_receiving("receive")
         try:
-            item = await self.inbox.__anext__()
-        except (StopAsyncIteration, BrokenResourceError, ClosedResourceError, WorkCompletionError) as error:
-            if isinstance(error, StopAsyncIteration) and self._state.eof_received:
-                error.__traceback__ = None  # the inbox raises the same exception each time
-                raise anyio.EndOfStream from None
-            self._state.raise_ended(error)
+            item = await self._next()
+            while type(item) is AnnouncedMessage:
+                memory, view = await self._memory.take(item.length)
+                if await self.announced.read(item, memory):
+                    item = MessageWithImmediate(bytes(view), item.immediate)
+                else:
+                    item = await self._next()
         finally:
             self._is_pending = False
         self.messages += 1
+        self._on_consumed()
+        if type(item) is bytes:
+            return (item, None) if with_immediate else item
+        return (item.data, item.immediate) if with_immediate else item.data
+
+    async def receive_into(self, buffer: "Buffer") -> int:
+        """Wait for the next user message, and copy it to memory of the caller. A cancelled call loses no message.
+
+        After the call has ended, however it ends, the memory is no longer written to.
+
+        :param buffer: contiguous, writable buffer.
+        :returns: length of the message in bytes.
+        :raises ValueError: the message is longer than the buffer. It stays the next one.
+        :raises TypeError: `buffer` is not a contiguous, writable buffer.
+        :raises VerbsError: the device cannot register the buffer. The message stays the next one.
+        :raises Exception: any other exception that `receive` raises.
+        """
+        view = memoryview(buffer)
+        if view.readonly:
+            raise TypeError(f"`buffer` must be writable, got {buffer!r:.100}")
+        view = view.cast("B") if view.nbytes else memoryview(bytearray())
+        self._begin_receiving("receive_into")
+        try:
+            while True:
+                item = await self._next()
+                if type(item) is not AnnouncedMessage:
+                    data = item if type(item) is bytes else item.data
+                    length = self._check_fits(item, len(data), view)
+                    view[:length] = data
+                    break
+                length = self._check_fits(item, item.length, view)
+                async with self._cache.region(view) as region:
+                    if await self.announced.read(item, region[:length]):
+                        break
+        finally:
+            self._is_pending = False
+        self.messages += 1
+        self._on_consumed()
+        return length
+
+    def _check_fits(self, item: object, length: int, view: memoryview) -> int:
+        """Check that a message fits in a buffer. If it does not, it stays the next message.
+
+        :returns: `length`, the length of the message in bytes.
+        :raises ValueError: the message is longer than the buffer.
+        """
+        if length > len(view):
+            self._held = item
+            raise ValueError(
+                f"the next message has {length:,} bytes, but `buffer` only {len(view):,}: receive it with a larger one"
+            )
+        return length
+
+    async def receive_buffer(self) -> memoryview:
+        """Wait for the next user message, and return it in writable memory. A cancelled call loses no message.
+
+        :returns: the message, of format ``B``, in memory that is used for nothing else while the memoryview, or an
+            object made from it, exists.
+        :raises Exception: whatever `receive` raises.
+        """
+        self._begin_receiving("receive_buffer")
+        try:
+            while True:
+                item = await self._next()
+                if type(item) is not AnnouncedMessage:
+                    view = memoryview(bytearray(item if type(item) is bytes else item.data))
+                    break
+                memory, view = await self._memory.take(item.length)
+                if await self.announced.read(item, memory):
+                    break
+        finally:
+            self._is_pending = False
+        self.messages += 1
+        self._on_consumed()
+        return view
+
+    def _begin_receiving(self, operation: str) -> None:
+        """Check that the caller may receive, and let no other task receive until it has reset ``_is_pending``.
+
+        :param operation: name of the caller's method, for the error message.
+        :raises BusyResourceError: another task is already waiting for a message.
+        :raises AffinityError: another event loop owns the connection.
+        """
+        self._state.owner.check(self._state, operation)
+        if self._is_pending:
+            raise BusyResourceError("another task is already waiting for a message on this connection")
+        self._is_pending = True
+
+    async def _next(self) -> Any:
+        """Wait for the next message that is not withdrawn. An announced one stays the next one until `_on_consumed`.
+
+        :returns: the message: bytes, a `MessageWithImmediate` or an `AnnouncedMessage`.
+        :raises Exception: whatever `receive` raises.
+        """
+        while True:
+            item = self._held
+            if item is None:
+                try:
+                    item = await self.inbox.__anext__()
+                except (StopAsyncIteration, BrokenResourceError, ClosedResourceError, WorkCompletionError) as error:
+                    if isinstance(error, StopAsyncIteration) and self._state.eof_received:
+                        error.__traceback__ = None  # the inbox raises the same exception each time
+                        raise anyio.EndOfStream from None
+                    self._state.raise_ended(error)
+            if type(item) is not AnnouncedMessage:
+                return item
+            if not item.withdrawn:
+                self._held = item
+                return item
+            self._on_consumed()
+
+    def _on_consumed(self) -> None:
+        """Account for the next message, which the user has received or the peer has withdrawn, and return credits."""
+        self._held = None
         credit = self._credits
         assert credit is not None
         due = credit.on_consumed()
@@ -144,9 +270,6 @@ class MessageReceiver:
                 due = credit.on_consumed()
         if due:
             self._sender.return_credits()
-        if type(item) is bytes:
-            return (item, None) if with_immediate else item
-        return (item.data, item.immediate) if with_immediate else item.data
 
     async def receive_handshake(self) -> bytes:
         """Wait for the peer's next message of the handshake.
@@ -178,15 +301,19 @@ class MessageReceiver:
             return None
         if credit is None or self._handshake_messages_left:
             return self._on_handshake_message(receive, received.byte_len)
+        is_answer = False
         try:
-            credit.on_message()
             if immediate is not None and not (immediate ^ WHOLE) & ~_CREDITS_MASK and not self._state.eof_received:
+                credit.on_message()
                 item: object = bytes(receive.received(received.byte_len))
                 self._assembly.drop()
                 self._post(receive)
                 if immediate & _CREDITS_MASK:
                     self._sender.add_credits(immediate >> CREDITS_AT & 0x3FF)
                 return item
+            is_answer = immediate is not None and self._take_answer(immediate)
+            if not is_answer:
+                credit.on_message()
             item = self._handle_frame(receive.received(received.byte_len), immediate)
             self._post(receive)
             if immediate is not None:
@@ -194,9 +321,17 @@ class MessageReceiver:
         except ValueError as error:
             self._state.fail(f"protocol violation: {error}")
             return None
-        if item is None and credit.on_consumed():
+        if item is None and not is_answer and credit.on_consumed():
             self._sender.return_credits()
         return None if item is _DEFERRED else item
+
+    def _take_answer(self, immediate: int) -> bool:
+        """Return whether a frame is the one answer to an announced message, which uses no credit."""
+        kind, _, _, number = parse_header(immediate)
+        if kind != FrameKind.REVOKED or number not in self.answers_without_credit:
+            return False
+        self.answers_without_credit.remove(number)
+        return True
 
     def _on_handshake_message(self, receive: ReceiveBuffer, length: int) -> bytes | None:
         """Copy an unframed message of the handshake, and post its receive again.
@@ -258,6 +393,11 @@ class MessageReceiver:
         kind, flags, _, number = parse_header(immediate)
         if kind == FrameKind.DATA:
             return self._add_fragment(view, flags, number)
+        if kind == FrameKind.ANNOUNCE:
+            if self._state.eof_received:
+                raise ValueError("the peer announced a message after END")
+            self._assembly.drop()
+            return self.announced.add(number, bytes(view), flags)
         if flags:
             raise ValueError(f"the peer sent a message of kind {kind} with flags {flags:#x}, expected none")
         if kind == FrameKind.END:
@@ -270,7 +410,8 @@ class MessageReceiver:
                 known = FrameKind(kind)
             except ValueError:
                 raise ValueError(f"the peer sent a message of unknown kind {kind}") from None
-            self._on_control(known, number, bytes(view))
+            if known is not FrameKind.REVOKE or not self.announced.withdraw(number):
+                self._on_control(known, number, bytes(view))
         return None
 
     def _add_fragment(self, view: memoryview, flags: int, number: int) -> object:
@@ -289,7 +430,9 @@ class MessageReceiver:
         whole = self._assembly.add(view, flags)
         if whole is not None:
             return whole
-        if len(self.inbox):  # limit the fragments of unread messages: return their credits later
+        if (
+            len(self.inbox) or self._held is not None
+        ):  # limit the fragments of unread messages: return their credits later
             self._deferred_credits += 1
             return _DEFERRED
         return None

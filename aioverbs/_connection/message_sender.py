@@ -1,9 +1,10 @@
 """Sending of messages: fragments, credits, registered buffers, and control messages."""
 
 import asyncio
+import functools
 import operator
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 
 import anyio
 
@@ -38,6 +39,11 @@ from aioverbs.errors import (
 __all__ = ["MessageSender", "check_immediate"]
 
 _NULL_REMOTE = RemoteRegion(0, 0, 0)
+_ANNOUNCED_BYTES = 128 << 10  # length from which a message is announced
+
+Announce = Callable[[list[memoryview], int | None], Awaitable[Callable[[], Awaitable[None]] | None]]
+"""Function that announces a message of some parts and immediate data. It returns a function to await after the lock is
+released, or None if the message has to be sent in fragments. See `Announcer.announce`."""
 
 
 class MessageSender:
@@ -62,6 +68,7 @@ class MessageSender:
         self._credits: Credits | None = None
         self._lock = asyncio.Lock()  # held while a message is sent in more than one step
         self._waiter: asyncio.Future[None] | None = None  # the sender that waits for a credit
+        self.announce: Announce | None = None  # None if long messages are sent in fragments
         self._pending_controls: dict[int, bool] = {}  # header: fenced; not sent yet for lack of a credit
         # requests that no user awaits; dropping one would withdraw it
         self._own_requests: deque[Operation[None]] = deque()
@@ -84,8 +91,9 @@ class MessageSender:
         """Send a user message. When this method returns, the message is in flight and its memory may be changed.
 
         This waits until a credit and a send buffer are available for each fragment. If both are there for the only
-        fragment, it returns without waiting. If the call is cancelled or raises, the peer receives no part of the
-        message.
+        fragment, it returns without waiting. A long message is announced: unless its memory cannot change, this waits
+        until the peer has read it. If the call is cancelled or raises, the peer receives no part of the message; or all
+        of it, if the peer has read it by then.
 
         :param payload: the message, a contiguous buffer or a list or tuple of them.
         :param immediate: the user's immediate data, 0..2**32-1; None for no immediate data.
@@ -188,24 +196,51 @@ class MessageSender:
         """
         length = sum(map(len, parts))
         self._check_length(length)
+        finish = None
         async with self._lock:
             self._state.check_sending()
-            flags, prefix = FIRST, b""
-            if immediate is not None:
-                flags |= HAS_IMMEDIATE
-                prefix = IMMEDIATE.pack(immediate)
-            if len(prefix) + length > self.fragment_size:
-                prefix = TOTAL.pack(length) + prefix
-            cursor, left = Cursor(parts), length
-            while True:
-                step = min(left, self.fragment_size - len(prefix))
-                left -= step
-                fragment = [memoryview(prefix), *cursor.take(step)]
-                await self._send_frame(header(FrameKind.DATA, flags | (0 if left else LAST)), fragment)
-                if not left:
-                    break
-                flags, prefix = 0, b""
+            if self.announce is not None and length >= max(_ANNOUNCED_BYTES, self.fragment_size):
+                finish = await self.announce(parts, immediate)
+            if finish is None:
+                await self._send_fragments(parts, length, immediate)
             self.messages += 1
+        if finish is not None:
+            await finish()
+
+    async def _send_fragments(self, parts: list[memoryview], length: int, immediate: int | None) -> None:
+        """Send a user message in as many fragments as necessary. The caller holds the lock.
+
+        :param parts: the message.
+        :param length: its length in bytes.
+        :param immediate: the user's immediate data, which was checked; None for no immediate data.
+        :raises Exception: whatever `send` raises.
+        """
+        flags, prefix = FIRST, b""
+        if immediate is not None:
+            flags |= HAS_IMMEDIATE
+            prefix = IMMEDIATE.pack(immediate)
+        if len(prefix) + length > self.fragment_size:
+            prefix = TOTAL.pack(length) + prefix
+        cursor, left = Cursor(parts), length
+        while True:
+            step = min(left, self.fragment_size - len(prefix))
+            left -= step
+            fragment = [memoryview(prefix), *cursor.take(step)]
+            await self._send_frame(header(FrameKind.DATA, flags | (0 if left else LAST)), fragment)
+            if not left:
+                return
+            flags, prefix = 0, b""
+
+    async def send_announcement(self, number: int, data: bytes, has_immediate: bool) -> None:
+        """Send ANNOUNCE. The caller holds the lock. This waits like `send_frame`; if it raises, nothing was sent.
+
+        :param number: number of the message.
+        :param data: payload, at most `fragment_size` bytes.
+        :param has_immediate: whether it begins with immediate data.
+        :raises Exception: whatever `send_frame` raises.
+        """
+        flags = HAS_IMMEDIATE if has_immediate else 0
+        await self._send_frame(header(FrameKind.ANNOUNCE, flags, 0, number), [memoryview(data)])
 
     # ---- Frames
 
@@ -309,6 +344,19 @@ class MessageSender:
         self._pending_controls[header(kind, 0, 0, number)] = fence
         self._send_controls()
 
+    def drop_control(self, kind: FrameKind, number: int) -> None:
+        """Do not send a control message that is still waiting for a credit."""
+        self._pending_controls.pop(header(kind, 0, 0, number), None)
+
+    def send_answer(self, number: int) -> None:
+        """Send REVOKED for an announced message, for which the peer has a receive without a credit."""
+        _ = self._send_control(
+            header(FrameKind.REVOKED, 0, 0, number),
+            False,
+            functools.partial(self.send_answer, number),
+            uses_credit=False,
+        )
+
     def is_control_pending(self, kind: FrameKind, number: int) -> bool:
         """Return whether a control message of this kind and grant number is still waiting for a credit."""
         return header(kind, 0, 0, number) in self._pending_controls
@@ -343,21 +391,25 @@ class MessageSender:
         if self._credits.update_due and self._send_control(header(FrameKind.CREDITS), False, self.return_credits):
             self.updates += 1
 
-    def _send_control(self, immediate: int, fence: bool, retry: Callable[[], None]) -> bool:
-        """Send a control message that has no payload. The caller has checked that a credit is available.
+    def _send_control(
+        self, immediate: int, fence: bool, retry: Callable[[], None], *, uses_credit: bool = True
+    ) -> bool:
+        """Send a control message that has no payload. If it uses a credit, the caller has checked that there is one.
 
         :param immediate: header of the message, without the number of credits.
         :param fence: True to send it only when all earlier reads and atomics are done (IBV_SEND_FENCE).
         :param retry: called later if a thread that is inside a verb prevents sending now.
+        :param uses_credit: whether the message uses a credit.
         :returns: True if the message was sent, or can never be sent because the queue pair is closed or broken; False
             if `retry` will be called.
         """
         assert self._credits is not None
-        returned = self._credits.take()
+        returned = self._credits.take() if uses_credit else self._credits.take_owed()
         try:
             sent = self._qp.send(None, immediate=immediate | returned << CREDITS_AT, fence=fence)
         except BaseException as error:
-            self._credits.undo_take(returned)
+            undo = self._credits.undo_take if uses_credit else self._credits.undo_take_owed
+            undo(returned)
             if isinstance(error, ConcurrentAccessError):  # another thread is inside a verb: retry soon
                 self._state.loop.call_soon(retry)
                 return False

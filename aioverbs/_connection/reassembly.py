@@ -12,10 +12,10 @@ _SHORT_FRAGMENT_BYTES = 256
 
 @dataclass(frozen=True, slots=True)
 class MessageWithImmediate:
-    """A message and its immediate data."""
+    """A message and its immediate data, which is None if it has none."""
 
     data: bytes
-    immediate: int
+    immediate: int | None
 
 
 class Assembly:

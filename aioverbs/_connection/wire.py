@@ -7,7 +7,7 @@
 
 Flags: FIRST and LAST mark the first and the last fragment of a message. HAS_IMMEDIATE says that the first fragment
 begins with 32 bits of the user's immediate data. If the first fragment is not also the last one, the length of the
-whole message, 64 bits, precedes all of that.
+whole message, 64 bits, precedes all of that. An ANNOUNCE, too, has HAS_IMMEDIATE if it begins with such 32 bits.
 """
 
 import enum
@@ -24,9 +24,13 @@ __all__ = [
     "LAST",
     "TOTAL",
     "WHOLE",
+    "AnnouncedPart",
     "FrameKind",
     "GrantNotice",
+    "announcement_size",
     "header",
+    "pack_announcement",
+    "parse_announcement",
     "parse_header",
 ]
 
@@ -40,6 +44,8 @@ HAS_IMMEDIATE = 4 << _FLAGS_AT
 IMMEDIATE = struct.Struct("!I")
 TOTAL = struct.Struct("!Q")
 _GRANT = struct.Struct("!QQII")
+_COUNT = struct.Struct("!H")
+_PART = struct.Struct("!QQI?")
 _GRANTABLE = AccessFlags.REMOTE_READ | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_ATOMIC
 
 
@@ -59,10 +65,14 @@ class FrameKind(enum.IntEnum):
     """Asks the peer to stop using a grant."""
 
     REVOKED = 5
-    """Acknowledges REVOKE; all earlier accesses are done."""
+    """Acknowledges REVOKE, or says that an announced message was read; all earlier accesses are done."""
 
     END = 6
     """No more user messages or grants follow."""
+
+    ANNOUNCE = 7
+    """Announces a user message, which the receiver reads from the sender's memory. The number is like that of a grant:
+    REVOKE withdraws the message, REVOKED ends the access. The bytes are those of `pack_announcement`."""
 
 
 WHOLE = FrameKind.DATA << _KIND_AT | FIRST | LAST
@@ -109,6 +119,64 @@ class GrantNotice(NamedTuple):
                 f"the peer sent GRANT with invalid values: {length} bytes at {address:#x} for access {access:#x}"
             )
         return cls(address, length, rkey, AccessFlags(access))
+
+
+class AnnouncedPart(NamedTuple):
+    """Part of an announced message: memory of the sender, or bytes that the announcement itself contains.
+
+    :param address: address of the memory; 0 for bytes of the announcement.
+    :param length: length in bytes, at least 1.
+    :param rkey: key of the memory; 0 for bytes of the announcement.
+    :param data: bytes of the announcement; None for memory.
+    """
+
+    address: int
+    length: int
+    rkey: int
+    data: bytes | None = None
+
+
+def pack_announcement(parts: list[AnnouncedPart]) -> bytes:
+    """Return the parts of an announced message encoded as bytes, the payload of ANNOUNCE after the immediate data.
+
+    :param parts: the parts in their order, at most 65,535.
+    """
+    table = [_PART.pack(part.address, part.length, part.rkey, part.data is not None) for part in parts]
+    return b"".join([_COUNT.pack(len(parts)), *table, *(part.data for part in parts if part.data is not None)])
+
+
+def announcement_size(count: int, data_bytes: int) -> int:
+    """Return the size of an encoded announcement in bytes.
+
+    :param count: number of its parts.
+    :param data_bytes: sum of the lengths of the parts that it contains itself.
+    """
+    return _COUNT.size + count * _PART.size + data_bytes
+
+
+def parse_announcement(data: bytes) -> list[AnnouncedPart]:
+    """Decode the parts of a message that the peer announced.
+
+    :param data: payload of ANNOUNCE without immediate data.
+    :returns: the parts, at least one.
+    :raises ValueError: the data has the wrong length, there are no parts, or the range of one is empty or impossible.
+    """
+    count = int.from_bytes(data[: _COUNT.size])
+    at = announcement_size(count, 0)
+    if len(data) < at or not count:
+        raise ValueError(f"the peer sent ANNOUNCE of {count} parts with {len(data)} bytes")
+    parts = []
+    for address, length, rkey, is_inline in _PART.iter_unpack(data[_COUNT.size : at]):
+        if not length or address + length > 1 << 64:
+            raise ValueError(f"the peer sent ANNOUNCE with invalid values: {length} bytes at {address:#x}")
+        if is_inline:
+            parts.append(AnnouncedPart(address, length, rkey, data[at : at + length]))
+            at += length
+        else:
+            parts.append(AnnouncedPart(address, length, rkey))
+    if len(data) != at:
+        raise ValueError(f"the peer sent ANNOUNCE with {len(data)} bytes, expected {at}")
+    return parts
 
 
 def parse_header(immediate: int) -> tuple[int, int, int, int]:

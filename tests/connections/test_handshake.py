@@ -40,7 +40,7 @@ offers = st.builds(
     st.integers(512, 1 << 30),
     st.integers(4, 1023),
     st.integers(1, (1 << 64) - 1),
-    st.sampled_from([Capabilities(bits) for bits in range(4)]),
+    st.sampled_from([Capabilities(bits) for bits in range(8)]),
     st.sampled_from(AtomicCap),
     st.text(st.characters(codec="utf-8", exclude_categories=["C", "Z"]), max_size=16),
 )

@@ -1,0 +1,185 @@
+"""Messages that the peer announced: the receiver reads them from the peer's memory.
+
+    sender                                       receiver
+    registers the memory, ANNOUNCE number  ->
+                                                 queues the message
+                                                 user calls a receive method: reads the memory
+                                           <-    REVOKED number
+    takes the key back, reuses the number
+
+If the call of the sender is cancelled, it sends REVOKE number. The receiver then drops the message, or completes the
+read that is in flight, and answers with REVOKED.
+
+ANNOUNCE uses a credit until the user has received the message, so no more messages wait here than with fragments. The
+answer uses no credit: see `max_announced`.
+"""
+
+from collections import deque
+
+from aioverbs._connection.channel_state import ChannelState
+from aioverbs._connection.message_sender import MessageSender
+from aioverbs._connection.wire import HAS_IMMEDIATE, IMMEDIATE, AnnouncedPart, parse_announcement
+from aioverbs._core.data_path.data_path import Operation, RegionSlice, RemoteRegion
+from aioverbs._lifecycle.affinity import wait_uncancelled
+from aioverbs._memory.region import WaitableInFlightCount
+from aioverbs.errors import BrokenResourceError, ClosedResourceError, WorkCompletionError
+
+__all__ = ["AnnouncedMessage", "AnnouncedMessages"]
+
+_READ_BYTES = 16 << 20  # longest read; devices have limits from 16 MiB on, most of them 1 GiB
+
+
+class AnnouncedMessage:
+    """Message that the peer announced and that was not read yet.
+
+    :param number: number of the message, by which the peer knows it.
+    :param parts: the parts of the message.
+    :param immediate: the user's immediate data; None if there is none.
+    """
+
+    __slots__ = ("immediate", "length", "number", "parts", "withdrawn")
+
+    def __init__(self, number: int, parts: list[AnnouncedPart], immediate: int | None) -> None:
+        self.number = number
+        self.parts = parts
+        self.length = sum(part.length for part in parts)
+        self.immediate = immediate
+        self.withdrawn = False  # the user does not get it
+
+
+class AnnouncedMessages:
+    """All messages that the peer announced and that were not answered yet.
+
+    :param state: state of the channel.
+    :param sender: sender of the same end, for the answers.
+    :param max_message: size of the longest message accepted from the peer, in bytes.
+    """
+
+    def __init__(self, state: ChannelState, sender: MessageSender, max_message: int) -> None:
+        self._state = state
+        self._sender = sender
+        self._max_message = max_message
+        self._limit = 0
+        self._unanswered: dict[int, AnnouncedMessage] = {}  # by number
+        self._answered: deque[int] = deque()  # numbers that the peer may still withdraw before it gets the answer
+        self._reading: AnnouncedMessage | None = None
+        self._discards = False
+
+    def start(self, limit: int) -> None:
+        """Accept announced messages from now on.
+
+        :param limit: number of messages that the peer may have unanswered at once.
+        """
+        self._limit = limit
+        self._answered = deque(maxlen=limit)
+
+    def add(self, number: int, data: bytes, flags: int) -> AnnouncedMessage | None:
+        """Accept an announced message.
+
+        :param number: number of the message.
+        :param data: payload of ANNOUNCE.
+        :param flags: flags of its header.
+        :returns: the message; None if messages are discarded.
+        :raises ValueError: the peer violates the protocol.
+        """
+        immediate = None
+        if flags & HAS_IMMEDIATE:
+            immediate = int.from_bytes(data[: IMMEDIATE.size])
+            data = data[IMMEDIATE.size :]
+        if flags & ~HAS_IMMEDIATE:
+            raise ValueError(f"the peer announced a message with flags {flags:#x}")
+        if len(self._unanswered) >= self._limit or number in self._unanswered:
+            raise ValueError(f"the peer announced message {number}, which exists already or exceeds {self._limit}")
+        message = AnnouncedMessage(number, parse_announcement(data), immediate)
+        if message.length > self._max_message:
+            raise ValueError(
+                f"the peer announced a message of {message.length:,} bytes, but at most {self._max_message:,} are "
+                "accepted"
+            )
+        self._unanswered[number] = message
+        if self._discards:
+            self.withdraw(number)
+            return None
+        return message
+
+    def withdraw(self, number: int) -> bool:
+        """Drop a message, and answer as soon as it is not being read.
+
+        :param number: number of the message.
+        :returns: whether there is such a message, or was until it was answered just now.
+        """
+        message = self._unanswered.get(number)
+        if message is None:
+            return number in self._answered
+        message.withdrawn = True
+        if message is not self._reading:
+            self._answer(message)
+        return True
+
+    def discard(self) -> None:
+        """Drop all messages and all further ones, because this end receives no more."""
+        self._discards = True
+        for number in tuple(self._unanswered):
+            self.withdraw(number)
+
+    def _answer(self, message: AnnouncedMessage) -> None:
+        """Notify the peer that its memory is no longer accessed."""
+        del self._unanswered[message.number]
+        self._answered.append(message.number)
+        self._sender.send_answer(message.number)
+
+    async def read(self, message: AnnouncedMessage, memory: RegionSlice) -> bool:
+        """Read a message, and answer. If this is cancelled or raises, no request accesses the memory any longer, and
+        the message can be read again, unless it was withdrawn meanwhile.
+
+        :param message: the message, which is not withdrawn.
+        :param memory: registered memory of at least its length.
+        :returns: True if the message was read; False if it was withdrawn meanwhile.
+        :raises BrokenResourceError: the connection is broken, or the peer's memory cannot be read, which breaks it.
+        :raises ClosedResourceError: this end closed the connection.
+        :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
+        :raises VerbsError: ``ibv_post_send`` failed.
+        """
+        self._reading = message
+        try:
+            await self._read(message.parts, memory)
+        except (BrokenResourceError, ClosedResourceError, WorkCompletionError) as error:
+            self._state.raise_ended(error)
+        finally:
+            self._reading = None
+            if message.withdrawn:
+                self._answer(message)
+        if message.withdrawn:
+            return False
+        self._answer(message)
+        return True
+
+    async def _read(self, parts: list[AnnouncedPart], memory: RegionSlice) -> None:
+        """Read the parts of a message into memory, one after the other.
+
+        :raises Exception: whatever `QueuePair.read` raises, at once or when awaited. No request accesses the memory
+            then.
+        """
+        reads: list[Operation[None]] = []
+        view, at = memory.buffer, 0
+        try:
+            for part in parts:
+                if part.data is not None:
+                    view[at : at + part.length] = part.data
+                else:
+                    reads += self._post_reads(part, memory[at : at + part.length])
+                at += part.length
+            for read in reads:
+                await read
+        except BaseException:
+            reads.clear()  # those that wait for a place in the send queue are withdrawn
+            pins = memory.pins
+            assert isinstance(pins, WaitableInFlightCount)
+            await wait_uncancelled(pins.wait())
+            raise
+
+    def _post_reads(self, part: AnnouncedPart, memory: RegionSlice) -> list[Operation[None]]:
+        """Post the reads of a part of the peer's memory into memory of the same length, and return them."""
+        remote = RemoteRegion(part.address, part.length, part.rkey)
+        ranges = [slice(at, min(at + _READ_BYTES, part.length)) for at in range(0, part.length, _READ_BYTES)]
+        return [self._state.qp.read(memory[each], remote[each]) for each in ranges]

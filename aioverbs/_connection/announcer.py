@@ -1,0 +1,231 @@
+"""Sending of long messages by announcing their memory, which the peer reads: see `announced_messages`."""
+
+import array
+import asyncio
+import functools
+import io
+import mmap
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+from aioverbs._connection.credits import max_announced
+from aioverbs._connection.grants import Grants, has_windows
+from aioverbs._connection.message_channel import MessageChannel
+from aioverbs._connection.wire import IMMEDIATE, AnnouncedPart, FrameKind, announcement_size, pack_announcement
+from aioverbs._lifecycle.affinity import running_loop, wait_uncancelled
+from aioverbs._memory.region import MemoryRegion, MemoryWindow
+from aioverbs._memory.registration_cache import RegistrationCache
+from aioverbs.errors import VerbsError
+from aioverbs.types import AccessFlags
+
+__all__ = ["Announcer"]
+
+_SHORT_BYTES = 4096  # shorter parts of a message are sent with its announcement
+_MAX_REGISTERED_PARTS = 64
+_MAX_UNREAD_BYTES = 8 << 20  # of messages that the peer has not read although `send` has returned
+_WITHDRAW_TIMEOUT_S = 5.0
+
+# Objects that their owner may resize or close after the message, which a registration that stays would prevent.
+_RESIZABLE = (bytearray, array.array, mmap.mmap, type(io.BytesIO().getbuffer().obj))
+
+
+class _Announcement:
+    """Message that was announced to the peer.
+
+    :param number: number of the message.
+    :param length: its length in bytes.
+    :param is_constant: whether its memory cannot change, as it belongs to `bytes`.
+    :param answered: future that is done when the peer no longer accesses the memory, and cancelled when the connection
+        ends first.
+    :param memory: keeps the memory registered, and its keys valid, until it is closed.
+    """
+
+    __slots__ = ("answered", "is_constant", "length", "memory", "number")
+
+    def __init__(
+        self, number: int, length: int, is_constant: bool, answered: asyncio.Future[None], memory: AsyncExitStack
+    ) -> None:
+        self.number = number
+        self.length = length
+        self.is_constant = is_constant
+        self.answered = answered
+        self.memory = memory
+
+
+class Announcer:
+    """Sender of announced messages.
+
+    The peer gets keys for each message, which give access to exactly its memory until the message was read. These are
+    memory windows, which cost little, over registrations that stay in the cache; or registrations for the one message,
+    if the device has no windows or the memory may be resized afterwards.
+
+    :param channel: message channel of the connection.
+    :param grants: grants of the connection, which share their numbers and their revocation with announced messages.
+    :param cache: registration cache of the protection domain.
+    :param depth: number of receives in this end's offer.
+    :raises VerbsError: the device cannot be queried.
+    """
+
+    def __init__(self, channel: MessageChannel, grants: Grants, cache: RegistrationCache, depth: int) -> None:
+        self._channel = channel
+        self._grants = grants
+        self._cache = cache
+        self._has_windows = has_windows(channel.qp.handle.context)
+        self._slots = asyncio.Semaphore(max_announced(depth))
+        self._unread_bytes = 0
+        self._unanswered: set[asyncio.Future[None]] = set()
+        self._finishing: set[asyncio.Task[None]] = set()
+
+    async def announce(
+        self, parts: list[memoryview], immediate: int | None
+    ) -> Callable[[], Coroutine[Any, Any, None]] | None:
+        """Announce a message, as soon as fewer than `max_announced` messages are unanswered.
+
+        The caller holds the lock of the sender. If this is cancelled or raises, nothing was sent.
+
+        :param parts: the message.
+        :param immediate: the user's immediate data; None for none.
+        :returns: a function that finishes the message: `_finish`; None if the message has to be sent in fragments,
+            because it has too many parts, or the device cannot register its memory.
+        :raises Exception: whatever `MessageSender.send` raises.
+        """
+        pieces = list(_join_short(parts))
+        prefix = b"" if immediate is None else IMMEDIATE.pack(immediate)
+        short_bytes = sum(len(piece) for piece in pieces if isinstance(piece, bytes))
+        if (
+            len(prefix) + announcement_size(len(pieces), short_bytes) > self._channel.fragment_size
+            or sum(isinstance(piece, memoryview) for piece in pieces) > _MAX_REGISTERED_PARTS
+        ):
+            return None
+        await self._slots.acquire()
+        announcement = None
+        try:
+            self._channel.check_sending()
+            announcement = await self._send(pieces, prefix)
+        finally:
+            if announcement is None:
+                self._slots.release()
+        if announcement is None:
+            return None
+        self._unanswered.add(announcement.answered)
+        announcement.answered.add_done_callback(self._on_answered)
+        return functools.partial(self._finish, announcement)
+
+    def _on_answered(self, answered: "asyncio.Future[None]") -> None:
+        """Let a further message be announced, because the peer has answered one or the connection has ended."""
+        self._unanswered.discard(answered)
+        self._slots.release()
+
+    async def _send(self, pieces: list[bytes | memoryview], prefix: bytes) -> _Announcement | None:
+        """Register the memory of a message, and send its announcement.
+
+        :param pieces: the message: bytes to send with the announcement, and memory that the peer reads.
+        :param prefix: encoded immediate data; empty for none.
+        :returns: the announced message; None if the device cannot register its memory.
+        :raises Exception: whatever `announce` raises; nothing was sent, and the memory is as it was.
+        """
+        number, answered = self._grants.reserve_number()
+        memory, is_sent = AsyncExitStack(), False
+        answers = self._channel.answers_without_credit
+        try:
+            try:
+                parts = [await self._register(piece, memory) for piece in pieces]
+            except VerbsError:  # such as the limit of locked memory: fragments need none
+                return None
+            answers.add(number)
+            await self._channel.send_announcement(number, prefix + pack_announcement(parts), bool(prefix))
+            is_sent = True
+        finally:
+            if not is_sent:
+                answers.discard(number)
+                self._grants.release_number(number)
+                await wait_uncancelled(memory.aclose())
+        is_constant = all(isinstance(piece, bytes) or type(piece.obj) is bytes for piece in pieces)
+        return _Announcement(number, sum(map(len, pieces)), is_constant, answered, memory)
+
+    async def _register(self, piece: bytes | memoryview, memory: AsyncExitStack) -> AnnouncedPart:
+        """Return a part of a message as the announcement describes it.
+
+        :param piece: bytes to send with the announcement, or memory for which the peer gets a key.
+        :param memory: is given the registration and the key, to be released in the end.
+        :raises VerbsError: the device cannot register the memory, or has no window left.
+        :raises Exception: any other exception that `RegistrationCache.region` or `Grants.make_key` raises.
+        """
+        if isinstance(piece, bytes):
+            return AnnouncedPart(0, len(piece), 0, piece)
+        qp, access = self._channel.qp, AccessFlags.REMOTE_READ
+        key: MemoryWindow | MemoryRegion
+        if not self._has_windows or isinstance(piece.obj, _RESIZABLE):
+            key, remote = await self._grants.register(qp, piece, access)
+        else:
+            region = await memory.enter_async_context(self._cache.region(piece, AccessFlags.MW_BIND))
+            key, remote = await self._grants.make_key(qp, region[:], access)
+        memory.push_async_callback(self._grants.close_key, key)
+        return AnnouncedPart(remote.address, remote.length, remote.rkey)
+
+    async def _finish(self, announcement: _Announcement) -> None:
+        """Wait until the peer has read a message, and take the keys back. If the memory of the message cannot change
+        and the peer has at most 8 MiB of such messages to read, do not wait.
+
+        If this is cancelled, the message is withdrawn, and the keys are taken back before this raises: at once if the
+        peer does not answer within 5 seconds.
+
+        :raises BrokenResourceError: the connection broke first.
+        :raises ClosedResourceError: this end closed the connection first.
+        :raises VerbsError: a key could not be invalidated; the connection breaks.
+        """
+        answered = announcement.answered
+        if announcement.is_constant and self._unread_bytes + announcement.length <= _MAX_UNREAD_BYTES:
+            self._unread_bytes += announcement.length
+            task = running_loop().create_task(self._finish_later(announcement))
+            self._finishing.add(task)
+            task.add_done_callback(self._finishing.discard)
+            return
+        try:
+            await asyncio.wait([answered])
+        finally:
+            if answered.done():
+                await announcement.memory.aclose()
+            else:
+                await wait_uncancelled(self._withdraw(announcement))
+        if answered.cancelled():
+            raise self._channel.closed_error()
+
+    async def _finish_later(self, announcement: _Announcement) -> None:
+        """Do the work of `_finish` in a task of its own."""
+        try:
+            await asyncio.wait([announcement.answered])
+        finally:
+            self._unread_bytes -= announcement.length
+            await announcement.memory.aclose()
+
+    async def _withdraw(self, announcement: _Announcement) -> None:
+        """Ask the peer to drop a message, wait a limited time for the answer, and take the keys back.
+
+        :raises VerbsError: a key could not be invalidated; the connection breaks.
+        """
+        self._channel.send_control(FrameKind.REVOKE, announcement.number)
+        await asyncio.wait([announcement.answered], timeout=_WITHDRAW_TIMEOUT_S)
+        self._channel.drop_control(FrameKind.REVOKE, announcement.number)  # it may still wait for a credit
+        await announcement.memory.aclose()
+
+    async def wait_answered(self) -> None:
+        """Wait until the peer has read all announced messages, or the connection has ended."""
+        while self._unanswered:
+            await asyncio.wait(tuple(self._unanswered))
+
+
+def _join_short(parts: list[memoryview]) -> Iterator[bytes | memoryview]:
+    """Return the parts of a message with adjacent short ones joined to bytes."""
+    short: list[memoryview] = []
+    for part in parts:
+        if len(part) < _SHORT_BYTES:
+            short.append(part)
+            continue
+        if short:
+            yield b"".join(short)
+            short = []
+        yield part
+    if short:
+        yield b"".join(short)

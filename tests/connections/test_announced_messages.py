@@ -1,0 +1,622 @@
+"""Long messages, which the receiver reads from the sender's memory."""
+
+import array
+import asyncio
+import contextlib
+import errno
+import gc
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+from dataclasses import replace
+from typing import Any
+
+import anyio
+import pytest
+from hypothesis import given, strategies as st
+
+from aioverbs import (
+    BrokenResourceError,
+    ClosedResourceError,
+    Connection,
+    ConnectionSettings,
+    Device,
+    QueuePair,
+    RemoteRegion,
+    VerbsError,
+    WcStatus,
+    WorkCompletionError,
+)
+from aioverbs._connection import announcer, establishment, recycled_memory
+from aioverbs._connection.connection import end_of
+from aioverbs._connection.credits import max_announced
+from aioverbs._connection.handshake import Capabilities
+from aioverbs._connection.wire import (
+    HAS_IMMEDIATE,
+    LAST,
+    AnnouncedPart,
+    FrameKind,
+    header,
+    pack_announcement,
+    parse_announcement,
+)
+from tests.capabilities import Capability, needs
+from tests.connections.ends import SMALL, Cancel, Pair, deeper, every_way_to_cancel, pair, use_up, works
+from tests.connections.test_messages import sample
+from tests.holding import hold, unhold
+from tests.pace import patience
+from tests.waiting import until
+
+LENGTH = 200_000
+DEEP = deeper(SMALL, receive_depth=16)
+
+
+def changeable(seed: int = 0) -> bytearray:
+    return bytearray(sample(LENGTH, seed))
+
+
+def unread(connection: Connection) -> int:
+    """Return the number of messages that the peer announced and this end has neither read nor dropped."""
+    return len(end_of(connection).channel._receiver.announced._unanswered)
+
+
+async def finished(connection: Connection) -> None:
+    """Wait until the peer has read all messages that this end announced, and their memory is no longer registered."""
+    announcer = end_of(connection).announcer
+    assert announcer is not None
+    async with asyncio.timeout(patience(10)):
+        await announcer.wait_answered()
+        await until(lambda: not announcer._finishing)
+
+
+async def settled(ends: Pair) -> None:
+    """Check that nothing is left of announced messages at either end, and that the connection works."""
+    for connection in (ends.near, ends.far):
+        end = end_of(connection)
+        await finished(connection)
+        assert not end.channel.answers_without_credit
+        assert not end.grants._local_grants
+        assert not unread(connection)
+        assert not ends.domain.cache._entries or all(each.idle for each in ends.domain.cache._entries.values())
+    await works(ends.near, ends.far)
+
+
+# ---- Messages of every kind, received in every way
+
+
+async def receive(connection: Connection, how: str) -> bytes:
+    """Receive a message by one of the methods, and return its bytes."""
+    if how == "receive":
+        return await connection.receive()
+    if how == "receive_into":
+        buffer = bytearray(b"\xff" * (LENGTH * 3))
+        length = await connection.receive_into(buffer)
+        assert buffer[length:] == b"\xff" * (len(buffer) - length), "bytes behind the message were written"
+        return bytes(buffer[:length])
+    view = await connection.receive_buffer()
+    assert (view.readonly, view.format, view.ndim) == (False, "B", 1)
+    view[:1] = view[:1]
+    return bytes(view)
+
+
+HOW = ["receive", "receive_into", "receive_buffer"]
+PAYLOADS: dict[str, Any] = {
+    "bytes": sample(LENGTH),
+    "bytearray": bytearray(sample(LENGTH)),
+    "array": array.array("d", range(40_000)),
+    "view": memoryview(sample(2 * LENGTH))[17 : LENGTH + 20],
+    "many": [b"head", bytearray(LENGTH), b"", b"be", b"tween", sample(LENGTH), b"tail"],
+    "too many": [sample(5000, each) for each in range(70)],
+    "short": b"short",
+    "empty": b"",
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("settings", [SMALL, ConnectionSettings()], ids=["small", "usual"])
+async def test_messages_of_every_kind(device: Device, settings: ConnectionSettings, how: str) -> None:
+    async with pair(device, settings) as ends:
+        for payload in PAYLOADS.values():
+            expected = b"".join(map(bytes, payload)) if isinstance(payload, list) else bytes(payload)
+            for immediate in (None, 5):
+                sending = asyncio.create_task(ends.near.send(payload, immediate=immediate))
+                assert await receive(ends.far, how) == expected
+                await sending
+                sending = asyncio.create_task(ends.far.send(payload, immediate=immediate))
+                assert await ends.near.receive_with_immediate() == (expected, immediate)
+                await sending
+        await settled(ends)
+
+
+async def test_order_and_backpressure(device: Device) -> None:
+    """Short and long messages of many tasks arrive in the order of sending; of long ones no more are announced than the
+    sender has receives for the answers.
+    """
+    async with pair(device, DEEP) as ends:
+        messages = [sample(LENGTH if number % 3 else 10, number) for number in range(20)]
+        sending = [asyncio.create_task(ends.near.send(bytearray(message))) for message in messages]
+        await until(lambda: unread(ends.far) == max_announced(DEEP.receive_depth))
+        for message in messages:
+            assert unread(ends.far) <= max_announced(DEEP.receive_depth)
+            assert await ends.far.receive() == message
+        await asyncio.gather(*sending)
+        await settled(ends)
+
+
+async def test_memory_may_be_changed_when_send_returns(device: Device) -> None:
+    async with pair(device) as ends:
+        data = changeable()
+        sending = asyncio.create_task(ends.near.send(data))
+        await until(lambda: unread(ends.far))
+        await asyncio.sleep(0.02)
+        assert not sending.done(), "the peer has not read it"
+        assert await ends.far.receive() == sample(LENGTH)
+        await sending
+        data[:] = bytes(LENGTH)
+        data.extend(b"resized")  # no longer registered for the peer, and not in use
+        await settled(ends)
+
+
+@pytest.mark.parametrize("data", [sample(LENGTH), changeable()], ids=["window", "registration"])
+async def test_a_peer_cannot_read_memory_after_the_message(device: Device, data: bytes | bytearray) -> None:
+    async with pair(device) as ends, ends.domain.register(LENGTH) as target:
+        sending = asyncio.create_task(ends.near.send(data))
+        await until(lambda: unread(ends.far))
+        (message,) = end_of(ends.far).channel._receiver.announced._unanswered.values()
+        (part,) = message.parts
+        await ends.far.receive()
+        await sending
+        await finished(ends.near)
+        with pytest.raises(WorkCompletionError) as caught:
+            await ends.far.qp.read(target, RemoteRegion(part.address, part.length, part.rkey))
+        assert caught.value.status is WcStatus.REM_ACCESS_ERR
+
+
+async def test_constant_messages_do_not_wait_for_the_peer_within_a_bound(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(announcer, "_MAX_UNREAD_BYTES", 2 * LENGTH)
+    async with pair(device, DEEP) as ends:
+        await ends.near.send(sample(LENGTH, 1))
+        await ends.near.send(memoryview(sample(LENGTH, 2)))
+        third = asyncio.create_task(ends.near.send(sample(LENGTH, 3)))
+        await until(lambda: unread(ends.far) == 3)
+        await asyncio.sleep(0.02)
+        assert not third.done()
+        for number in (1, 2, 3):
+            assert await ends.far.receive() == sample(LENGTH, number)
+        await third
+        await settled(ends)
+
+
+async def test_an_answer_needs_no_credit(device: Device) -> None:
+    """An end that has no credits left receives a long message, although its peer, which waits, reads nothing."""
+    async with pair(device) as ends, asyncio.timeout(patience(20)):
+        count = await use_up(ends.far)
+        for seed in range(5):
+            sending = asyncio.create_task(ends.near.send(changeable(seed)))
+            assert await ends.far.receive() == sample(LENGTH, seed)
+            await sending
+        for _ in range(count):
+            assert await ends.near.receive() == b"one of them"
+        await settled(ends)
+
+
+async def test_both_ends_have_no_credits(device: Device) -> None:
+    async with pair(device, DEEP) as ends, asyncio.timeout(patience(20)):
+        counts = await use_up(ends.near), await use_up(ends.far)
+        sending = [asyncio.create_task(each.send(changeable())) for each in (ends.near, ends.far)]
+        for connection, count in zip((ends.far, ends.near), counts, strict=True):
+            for _ in range(count):
+                assert await connection.receive() == b"one of them"
+            assert await connection.receive() == sample(LENGTH)
+        await asyncio.gather(*sending)
+        await settled(ends)
+
+
+@pytest.mark.parametrize("without", [0, 1], ids=["connecting end", "listening end"])
+async def test_an_end_that_does_not_announce(device: Device, monkeypatch: pytest.MonkeyPatch, without: int) -> None:
+    """Messages go in fragments then, and all receives are credits."""
+    offers = 0
+    make_offer = establishment._make_offer
+
+    def without_announces(*args: Any) -> Any:
+        nonlocal offers
+        offer = make_offer(*args)
+        offers += 1
+        is_chosen = offers == 1 + without
+        return replace(offer, capabilities=offer.capabilities & ~Capabilities.ANNOUNCES) if is_chosen else offer
+
+    monkeypatch.setattr(establishment, "_make_offer", without_announces)
+    async with pair(device, deeper(DEEP, buffer_size=16 << 10)) as ends:
+        assert ends.near.traffic().credits == ends.far.traffic().credits == DEEP.receive_depth
+        for one, other in ((ends.near, ends.far), (ends.far, ends.near)):
+            sending = asyncio.create_task(one.send(sample(LENGTH)))
+            assert await other.receive() == sample(LENGTH)
+            await sending
+        assert end_of(ends.near).announcer is None
+
+
+@needs(Capability.FAULT_PLAN)
+async def test_memory_that_cannot_be_registered_is_sent_in_fragments(device: Device) -> None:
+    async with pair(device) as ends:
+        device.faults.fail("reg_mr", errno.ENOMEM)
+        sending = asyncio.create_task(ends.near.send(changeable()))
+        assert await ends.far.receive() == sample(LENGTH)
+        await sending
+        await settled(ends)
+
+
+@needs(Capability.FAULT_PLAN)
+@pytest.mark.parametrize("how", HOW)
+async def test_a_receiver_that_cannot_register_loses_no_message(device: Device, how: str) -> None:
+    async with pair(device) as ends:
+        await ends.near.send(sample(LENGTH))
+        await until(lambda: unread(ends.far))
+        device.faults.fail("reg_mr", errno.ENOMEM)
+        with pytest.raises(VerbsError, match="ibv_reg_mr"):
+            await receive(ends.far, how)
+        assert await receive(ends.far, how) == sample(LENGTH)
+        await settled(ends)
+
+
+# ---- Memory of the receiver
+
+
+@pytest.mark.parametrize("length", [100, LENGTH])
+async def test_receive_into_a_buffer_that_is_too_short(device: Device, length: int) -> None:
+    async with pair(device) as ends:
+        await ends.near.send(sample(length), immediate=3)
+        await ends.near.send(b"next")
+        for _ in range(2):
+            with pytest.raises(ValueError, match=f"the next message has {length:,} bytes, but `buffer` only 99"):
+                await ends.far.receive_into(bytearray(99))
+        assert await ends.far.receive_with_immediate() == (sample(length), 3)
+        assert await ends.far.receive_into(bytearray(4)) == 4
+        await ends.near.send(b"")
+        assert await ends.far.receive_into(bytearray()) == 0
+        for wrong in (b"read-only", memoryview(bytearray(10))[::2], "text"):
+            with pytest.raises(TypeError):
+                await ends.far.receive_into(wrong)  # type: ignore[arg-type]
+        await settled(ends)
+
+
+async def test_memory_of_a_received_buffer_is_its_own(device: Device) -> None:
+    async with pair(device) as ends:
+        kept = []
+        for seed in range(4):
+            for length in (100, LENGTH):
+                await ends.near.send(sample(length, seed))
+                kept.append((await ends.far.receive_buffer())[1:])
+        memory = end_of(ends.far).channel._receiver._memory
+        assert len(memory._in_use) == 4
+        for seed in range(4):
+            assert bytes(kept[2 * seed]) == sample(100, seed)[1:]
+            assert bytes(kept[2 * seed + 1]) == sample(LENGTH, seed)[1:]
+        kept.clear()
+        assert not memory._in_use
+        assert len(memory._idle) == 4
+        await ends.near.send(sample(LENGTH))
+        assert await ends.far.receive() == sample(LENGTH)
+        assert len(memory._idle) == 4, "the memory is used again"
+
+
+async def test_idle_memory_is_bounded(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recycled_memory, "_MAX_IDLE_BYTES", 2 * LENGTH)
+    async with device.resource_domain() as domain:
+        memory = recycled_memory.recycled_memory_of(domain)
+        taken = [await memory.take(LENGTH) for _ in range(5)]
+        regions = [each.region for each, _ in taken]
+        del taken
+        _, view = await memory.take(LENGTH)
+        del view
+        assert sum(not each.closed for each in regions) == 1
+        assert sum(map(len, memory._idle)) <= 2 * LENGTH
+
+
+# ---- Cancellation
+
+
+@pytest.fixture
+def short_withdrawal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(announcer, "_WITHDRAW_TIMEOUT_S", 0.05)
+
+
+@every_way_to_cancel
+async def test_a_cancelled_send_is_withdrawn(device: Device, cancel: Cancel) -> None:
+    async with pair(device) as ends:
+        data = changeable()
+        await cancel(ends.near.send(data), lambda: unread(ends.far))
+        gc.collect()  # the traceback of the cancellation refers to the memory
+        data.extend(b"free to be resized")
+        await ends.near.send(b"after it")
+        assert await ends.far.receive() == b"after it"
+        await settled(ends)
+
+
+@every_way_to_cancel
+async def test_a_send_cancelled_while_it_waits_for_another_is_not_sent(device: Device, cancel: Cancel) -> None:
+    async with pair(device) as ends:
+        first = asyncio.create_task(ends.near.send(changeable(1)))
+        await until(lambda: unread(ends.far))
+        await cancel(ends.near.send(changeable(2)), lambda: end_of(ends.near).channel._sender._lock.locked())
+        third = asyncio.create_task(ends.near.send(changeable(3)))
+        assert await ends.far.receive() == sample(LENGTH, 1)
+        assert await ends.far.receive() == sample(LENGTH, 3)
+        await asyncio.gather(first, third)
+        await settled(ends)
+
+
+@every_way_to_cancel
+async def test_a_send_cancelled_without_a_credit_is_not_sent(device: Device, cancel: Cancel) -> None:
+    async with pair(device) as ends:
+        count = await use_up(ends.near)
+        waits = ends.near.traffic().waits
+        await cancel(ends.near.send(changeable()), lambda: ends.near.traffic().waits > waits)
+        for _ in range(count):
+            assert await ends.far.receive() == b"one of them"
+        await settled(ends)
+
+
+class Slow:
+    """Read that is not done before an event is set."""
+
+    def __init__(self, read: Awaitable[None], may_end: asyncio.Event) -> None:
+        self._read = read
+        self._may_end = may_end
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        yield from self._may_end.wait().__await__()
+        yield from self._read.__await__()
+
+
+@pytest.fixture
+def reading_may_end(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Event without which reads of connections do not end."""
+    may_end, read = asyncio.Event(), QueuePair.read
+    monkeypatch.setattr(QueuePair, "read", lambda *args, **options: Slow(read(*args, **options), may_end))
+    return may_end
+
+
+@every_way_to_cancel
+async def test_a_send_cancelled_while_the_peer_reads(
+    device: Device, cancel: Cancel, reading_may_end: asyncio.Event
+) -> None:
+    """The message is not delivered; the read that is in flight completes first."""
+    async with pair(device) as ends:
+        announced = end_of(ends.far).channel._receiver.announced
+        receiving = asyncio.create_task(ends.far.receive())
+        sending = asyncio.create_task(cancel(ends.near.send(changeable()), lambda: announced._reading))
+        await until(lambda: announced._reading is not None and announced._reading.withdrawn)
+        assert not sending.done()
+        reading_may_end.set()
+        await sending
+        await ends.near.send(b"next")
+        assert await receiving == b"next"
+        await settled(ends)
+
+
+@pytest.mark.usefixtures("short_withdrawal")
+async def test_a_cancelled_send_takes_the_key_back_from_a_peer_that_does_not_answer(device: Device) -> None:
+    async with pair(device) as ends:
+        end_of(ends.far).channel._receiver.announced.withdraw = lambda number: True  # type: ignore[method-assign]
+        sending = asyncio.create_task(ends.near.send(changeable()))
+        await until(lambda: unread(ends.far))
+        sending.cancel()
+        await asyncio.wait([sending])
+        assert sending.cancelled()
+        with pytest.raises(BrokenResourceError):
+            await ends.far.receive()
+
+
+@every_way_to_cancel
+@pytest.mark.parametrize("how", HOW)
+@needs(Capability.FAULT_PLAN)
+async def test_a_receive_cancelled_while_it_reads_loses_no_message(device: Device, cancel: Cancel, how: str) -> None:
+    """The cancelled call ends when the device no longer writes to its memory."""
+    async with pair(device) as ends:
+        await ends.near.send(sample(LENGTH), immediate=1)
+        await until(lambda: unread(ends.far))
+        hold(device, ends.far.qp)
+        cancelling = asyncio.create_task(
+            cancel(receive(ends.far, how), lambda: end_of(ends.far).channel._receiver.announced._reading)
+        )
+        await asyncio.sleep(0.05)
+        assert not cancelling.done()
+        unhold(device, ends.far.qp)
+        await cancelling
+        await ends.near.send(b"next")
+        assert await ends.far.receive_with_immediate() == (sample(LENGTH), 1)
+        assert await ends.far.receive() == b"next"
+        await settled(ends)
+
+
+@every_way_to_cancel
+@pytest.mark.parametrize("how", HOW)
+async def test_a_receive_cancelled_while_it_waits(device: Device, cancel: Cancel, how: str) -> None:
+    async with pair(device) as ends:
+        await cancel(receive(ends.far, how), lambda: end_of(ends.far).channel._receiver._is_pending)
+        await ends.near.send(sample(LENGTH))
+        assert await receive(ends.far, how) == sample(LENGTH)
+        await settled(ends)
+
+
+# ---- The end
+
+
+async def test_closing_delivers_announced_messages(device: Device) -> None:
+    async with pair(device) as ends:
+        await ends.near.send(sample(LENGTH))
+        closing = asyncio.create_task(ends.near.aclose())
+        await until(lambda: end_of(ends.far).channel.eof_received)
+        assert await ends.far.receive() == sample(LENGTH)
+        with pytest.raises(anyio.EndOfStream):
+            await ends.far.receive()
+        await closing
+
+
+async def test_both_ends_close_without_reading(device: Device) -> None:
+    """Neither waits for the other to read."""
+    async with pair(device, deeper(SMALL, close_timeout_s=600)) as ends, asyncio.timeout(patience(30)):
+        for connection in (ends.near, ends.far):
+            await connection.send(sample(LENGTH))
+        await until(lambda: unread(ends.near) and unread(ends.far))
+        await asyncio.gather(ends.near.aclose(), ends.far.aclose())
+
+
+async def test_closing_drops_messages_that_are_announced_meanwhile(device: Device) -> None:
+    async with pair(device, deeper(SMALL, close_timeout_s=600)) as ends, asyncio.timeout(patience(30)):
+        await ends.far.send(sample(LENGTH))
+        closing = asyncio.create_task(ends.far.aclose())
+        await until(lambda: end_of(ends.near).channel.eof_received)
+        with contextlib.suppress(BrokenResourceError):
+            await ends.near.send(changeable())
+        await ends.near.aclose()
+        await closing
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["closed", "aborted"])
+async def test_senders_learn_of_the_end(device: Device, broken: bool) -> None:
+    async with pair(device) as ends:
+        data = changeable()
+        sending = [asyncio.create_task(ends.near.send(each)) for each in (data, changeable())]
+        await until(lambda: unread(ends.far))
+        (ends.far if broken else ends.near).abort()
+        await asyncio.wait(sending, timeout=patience(10))
+        for task in sending:
+            assert isinstance(task.exception(), BrokenResourceError if broken else ClosedResourceError)
+        sending.clear()  # the traceback of its exception refers to the memory
+        del task
+        gc.collect()
+        data.extend(b"free to be resized")
+
+
+@needs(Capability.FAULT_PLAN)
+async def test_a_peer_that_is_lost_while_it_is_read(device: Device) -> None:
+    async with pair(device) as ends:
+        await ends.near.send(sample(LENGTH))
+        await until(lambda: unread(ends.far))
+        hold(device, ends.far.qp)
+        receiving = asyncio.create_task(ends.far.receive())
+        await until(lambda: end_of(ends.far).channel._receiver.announced._reading)
+        ends.near.abort()
+        await ends.far.wait_lost()
+        unhold(device, ends.far.qp)
+        with contextlib.suppress(BrokenResourceError):  # the read may have ended before
+            assert await receiving == sample(LENGTH)
+        with pytest.raises(BrokenResourceError):
+            await ends.far.receive()
+
+
+# ---- Hostile peers
+
+
+@contextlib.asynccontextmanager
+async def talking(device: Device) -> AsyncIterator[tuple[Pair, Callable[[FrameKind, int, bytes], Any]]]:
+    """Connect two ends, and return a function that sends any frame from the near one."""
+    async with pair(device, DEEP) as ends:
+        sender = end_of(ends.near).channel._sender
+
+        async def send(kind: FrameKind, number: int, data: bytes, flags: int = 0) -> None:
+            await sender._send_frame(header(kind, flags, 0, number), [memoryview(data)])
+
+        yield ends, send
+
+
+def announcement(length: int = LENGTH, rkey: int = 0x1234) -> bytes:
+    return pack_announcement([AnnouncedPart(4096, length, rkey)])
+
+
+BAD_FRAMES: dict[str, tuple[list[tuple[Any, ...]], str]] = {
+    "too long": ([(FrameKind.ANNOUNCE, 1, announcement(SMALL.max_message + 1))], "of 1,048,577 bytes"),
+    "too long in parts": (
+        [(FrameKind.ANNOUNCE, 1, pack_announcement([AnnouncedPart(0, 1 << 63, 1)] * 3))],
+        "at most 1,048,576",
+    ),
+    "number in use": ([(FrameKind.ANNOUNCE, 1, announcement())] * 2, "message 1, which exists already"),
+    "more than may be unanswered": (
+        [(FrameKind.ANNOUNCE, number, announcement()) for number in range(4)],
+        "exceeds 3",
+    ),
+    "after the end": ([(FrameKind.END, 0, b""), (FrameKind.ANNOUNCE, 1, announcement())], "after END"),
+    "no parts": ([(FrameKind.ANNOUNCE, 1, b"\0\0")], "ANNOUNCE of 0 parts"),
+    "nothing": ([(FrameKind.ANNOUNCE, 1, b"")], "with 0 bytes"),
+    "an empty part": ([(FrameKind.ANNOUNCE, 1, announcement(0))], "0 bytes at 0x1000"),
+    "cut off": ([(FrameKind.ANNOUNCE, 1, announcement()[:-1])], "ANNOUNCE of 1 parts"),
+    "flags": ([(FrameKind.ANNOUNCE, 1, announcement(), LAST)], "with flags"),
+    "immediate data is missing": ([(FrameKind.ANNOUNCE, 1, announcement(), HAS_IMMEDIATE)], "ANNOUNCE"),
+    "an answer to nothing": ([(FrameKind.REVOKED, 1, b"")], "was not revoked"),
+    "withdrawn without being announced": ([(FrameKind.REVOKE, 1, b"")], "does not exist"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FRAMES)
+async def test_frames_that_violate_the_protocol_break_the_connection(device: Device, name: str) -> None:
+    frames, reason = BAD_FRAMES[name]
+    async with talking(device) as (ends, send):
+        for frame in frames:
+            await send(*frame)
+        assert reason in str(await ends.far.wait_lost())
+
+
+@pytest.mark.parametrize("how", HOW)
+async def test_memory_that_cannot_be_read_breaks_the_connection(device: Device, how: str) -> None:
+    async with talking(device) as (ends, send):
+        await send(FrameKind.ANNOUNCE, 1, announcement())
+        async with asyncio.timeout(patience(20)):
+            with pytest.raises(BrokenResourceError):
+                await receive(ends.far, how)
+            with pytest.raises(BrokenResourceError):
+                await receive(ends.far, how)
+
+
+async def test_withdrawn_messages_keep_their_credits_until_the_user_receives(device: Device) -> None:
+    """A peer that announces and withdraws for ever makes this end keep no more than its credits allow."""
+    async with talking(device) as (ends, send):
+        free = ends.near.traffic().credits
+        near = end_of(ends.near).channel
+        near._receiver._on_control = lambda *_: None
+        count = 0
+        while ends.near.traffic().credits > 2:
+            near.answers_without_credit.add(count)
+            await send(FrameKind.ANNOUNCE, count, announcement())
+            await send(FrameKind.REVOKE, count, b"")
+            count += 1
+            await until(lambda: len(end_of(ends.far).channel.inbox) == count and not unread(ends.far))  # noqa: B023
+        assert count < free
+        assert len(end_of(ends.far).channel.inbox) == count
+        receiving = asyncio.create_task(ends.far.receive())
+        await until(lambda: ends.near.traffic().credits > 2)
+        await ends.near.send(b"real")
+        assert await receiving == b"real"
+
+
+async def test_a_withdrawal_that_crosses_the_answer_is_no_violation(device: Device) -> None:
+    async with pair(device) as ends:
+        sending = asyncio.create_task(ends.near.send(changeable()))
+        await until(lambda: unread(ends.far))
+        (number,) = end_of(ends.near).channel.answers_without_credit
+        assert await ends.far.receive() == sample(LENGTH)
+        end_of(ends.near).channel.send_control(FrameKind.REVOKE, number)  # as if sent before the answer arrived
+        await sending
+        await settled(ends)
+
+
+parts = st.lists(
+    st.builds(AnnouncedPart, st.integers(0, 2**63), st.integers(1, 2**62), st.integers(0, 2**32 - 1), st.none())
+    | st.binary(min_size=1, max_size=9).map(lambda data: AnnouncedPart(0, len(data), 0, data)),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(parts)
+def test_announcement_round_trip(parts: list[AnnouncedPart]) -> None:
+    assert parse_announcement(pack_announcement(parts)) == parts
+
+
+@given(st.binary(max_size=60))
+def test_arbitrary_announcements_raise_only_value_errors(data: bytes) -> None:
+    try:
+        parsed = parse_announcement(data)
+    except ValueError:
+        return
+    assert pack_announcement(parsed) == data

@@ -1,6 +1,7 @@
 """RDMA devices of this machine, and handles of pyverbs objects that a user has created on them."""
 
 import errno
+import os
 from typing import TYPE_CHECKING
 
 from aioverbs._core.handles import handles
@@ -14,12 +15,32 @@ if TYPE_CHECKING:
     from pyverbs.mr import MR
     from pyverbs.pd import PD
 
-__all__ = ["adopt_context", "adopt_memory_region", "adopt_protection_domain", "gid_table", "names", "open_context"]
+__all__ = [
+    "adopt_context",
+    "adopt_memory_region",
+    "adopt_protection_domain",
+    "gid_table",
+    "listed",
+    "names",
+    "open_context",
+]
 
 _KINDS = frozenset(GidType)
 
 
 def names() -> list[str]:
+    """Return the names of the RDMA devices of this machine: those of `listed`, then the other devices that the kernel
+    knows. `open_context` says why one of those cannot be used.
+
+    :returns: a new list; empty if there is no device or the kernel's RDMA modules are not loaded.
+    :raises LibraryNotFoundError: libibverbs cannot be loaded, or lacks a verb.
+    :raises VerbsError: the verb that lists the devices failed for another reason.
+    """
+    found = listed()
+    return [*found, *(name for name in sysfs.kernel_devices() if name not in found)]
+
+
+def listed() -> list[str]:
     """Return the names of the RDMA devices for which libibverbs has a provider (``ibv_get_device_list``).
 
     :returns: a new list; empty if there is no such device or the kernel's RDMA modules are not loaded.
@@ -42,16 +63,39 @@ def open_context(name: str) -> handles.Context:
     :raises DeviceNotFoundError: there is no RDMA device with that name.
     :raises LibraryNotFoundError: libibverbs cannot be loaded, or lacks a verb.
     :raises VerbsError: the device cannot be opened. If its device file exists and cannot be opened, this has the errno
-        of that, for example EACCES, EPERM or EMFILE.
+        of that, for example EACCES, EPERM or EMFILE. With ENODEV if the kernel has the device and libibverbs does not
+        list it.
     """
     try:
         return handles.Context.open_device(name)
+    except DeviceNotFoundError:
+        if name in sysfs.kernel_devices():
+            raise VerbsError("ibv_open_device", errno.ENODEV, _unlisted(name)) from None
+        raise
     except VerbsError as error:
-        if error.errno == errno.ENOSYS:  # as for `names`
+        if error.errno == errno.ENOSYS:  # as for `listed`
             raise DeviceNotFoundError(name) from error
         if (node := sysfs.device_nodes().get(name)) is not None:
             sysfs.check_node(error.verb, node)
         raise
+
+
+def _unlisted(name: str) -> str:
+    """Return advice about a device that the kernel has and libibverbs does not list.
+
+    libibverbs leaves out a device without a device file, and a device for which it finds no provider.
+    """
+    node = sysfs.device_nodes().get(name)
+    if node is None:
+        todo = "load the kernel module ib_uverbs"
+    elif not os.path.exists(node):
+        todo = f"its device file {node} is missing, which a container must be given"
+    else:
+        todo = (
+            "its provider is missing or of another version: install ibverbs-providers (Debian, Ubuntu) or libibverbs"
+            " (Fedora, RHEL)"
+        )
+    return f"the kernel has {name}, but libibverbs does not list it: {todo}; run `aioverbs doctor`"
 
 
 def gid_table(context: handles.Context, port: int) -> list[Gid]:

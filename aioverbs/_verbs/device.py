@@ -123,16 +123,16 @@ def devices() -> list[DeviceInfo]:
     """Return a list of the devices of this machine: RDMA devices first, the software device last.
 
     Each device is opened briefly to query it. If a device cannot be opened, its `DeviceInfo.problem` is the message of
-    the exception. If libibverbs is missing, or if the verb that lists the RDMA devices fails, only the
-    software device is listed.
+    the exception. Among these are the devices that only the kernel knows: all RDMA devices if libibverbs is missing or
+    if the verb that lists them fails, otherwise those for which libibverbs has no provider or finds no device file.
 
     :returns: a `DeviceInfo` for each device.
     :raises VerbsError: a device could be opened but could not be queried or closed again.
     """
     try:
         names = hardware.names()
-    except OSError:  # includes LibraryNotFoundError: libibverbs is missing
-        names = []
+    except OSError:  # opening each of the devices tells the reason
+        names = kernel_devices()
     return [_query_info(name) for name in (*names, *software.names())]
 
 

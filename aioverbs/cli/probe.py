@@ -91,7 +91,7 @@ def main() -> None:
     list_problem: str | None = None
     if "problem" not in libraries["libibverbs"]:
         try:
-            listed = hardware.names()
+            listed = hardware.listed()
         except LibraryNotFoundError as error:
             libraries["libibverbs"] |= {"problem": error.reason, "outdated": error.outdated}
         except VerbsError as error:

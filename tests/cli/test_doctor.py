@@ -162,7 +162,7 @@ class TestProbe:
             raise LibraryNotFoundError("libibverbs.so.1", "undefined symbol: ibv_reg_mr", outdated=True)
 
         monkeypatch.setattr(probe, "_library", lambda name: {"path": name, "version": "30.0"})
-        monkeypatch.setattr(hardware, "names", lacks)
+        monkeypatch.setattr(hardware, "listed", lacks)
         probe.main()
         found = machine.parse_probe(capsys.readouterr().out)
         problem = "undefined symbol: ibv_reg_mr"
@@ -178,7 +178,7 @@ class TestProbe:
             raise VerbsError("ibv_get_device_list", errno.EPERM)
 
         monkeypatch.setattr(probe, "_library", lambda name: {"path": name, "version": "30.0"})
-        monkeypatch.setattr(hardware, "names", fail)
+        monkeypatch.setattr(hardware, "listed", fail)
         probe.main()
         found = machine.parse_probe(capsys.readouterr().out)
         assert (found.crash, found.libibverbs.problem, found.listed) == (None, None, ())

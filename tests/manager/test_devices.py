@@ -253,6 +253,7 @@ def unopened(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
         device_names=lambda: ["mlx5_7"], Context=types.SimpleNamespace(open_device=refuse), number=errno.EACCES
     )
     monkeypatch.setattr(hardware, "handles", fake)
+    monkeypatch.setattr(sysfs, "kernel_devices", list)
     monkeypatch.delenv("AIOVERBS_DEVICE", raising=False)
     return fake
 
@@ -264,11 +265,55 @@ def test_missing_permission_is_listed_as_the_reason(unopened: types.SimpleNamesp
     assert "ibv_open_device failed: EACCES" in found.problem
 
 
-def test_a_list_that_fails_is_empty(unopened: types.SimpleNamespace) -> None:
+def test_a_list_that_fails(unopened: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     unopened.device_names = lambda: unopened.Context.open_device("any")
+    monkeypatch.setattr("aioverbs._verbs.device.kernel_devices", list)
     assert [each.name for each in devices()] == ["soft0"]
     with pytest.raises(VerbsError, match="EACCES"):
         hardware.names()
+    monkeypatch.setattr("aioverbs._verbs.device.kernel_devices", lambda: ["mlx5_7"])
+    first, _ = devices()
+    assert first.name == "mlx5_7"
+    assert first.problem is not None
+    assert "EACCES" in first.problem
+
+
+@pytest.mark.parametrize(
+    ("nodes", "todo"),
+    [
+        ({"mlx5_7": Path("/dev/null")}, r"its provider is missing .*: install ibverbs-providers \(Debian, Ubuntu\)"),
+        ({"mlx5_7": Path("/dev/no/uverbs7")}, "its device file /dev/no/uverbs7 is missing, which a container must be"),
+        ({}, "load the kernel module ib_uverbs"),
+    ],
+    ids=["no provider", "no device file", "no ib_uverbs"],
+)
+async def test_a_device_of_the_kernel_that_libibverbs_does_not_list(
+    unopened: types.SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    nodes: dict[str, Path],
+    todo: str,
+) -> None:
+    def absent(name: str) -> None:
+        raise DeviceNotFoundError(name)
+
+    unopened.device_names = list
+    unopened.Context.open_device = absent
+    monkeypatch.setattr(sysfs, "kernel_devices", lambda: ["mlx5_7"])
+    monkeypatch.setattr(sysfs, "device_nodes", lambda: nodes)
+    with pytest.raises(VerbsError, match=f"the kernel has mlx5_7, but libibverbs does not list it: {todo}") as caught:
+        await open_device("mlx5_7").open()
+    assert caught.value.errno == errno.ENODEV
+    assert "; run `aioverbs doctor`" in str(caught.value)
+    with pytest.raises(DeviceNotFoundError):
+        await open_device("mlx5_8").open()
+    first, _ = devices()
+    assert (first.name, first.problem, first.ports) == ("mlx5_7", str(caught.value), ())
+    async with open_device() as device:
+        assert device.software
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage() == f"opening the software device soft0: mlx5_7 cannot be opened: {caught.value}"
 
 
 async def test_without_the_kernels_modules_there_is_no_device(unopened: types.SimpleNamespace) -> None:

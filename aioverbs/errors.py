@@ -45,6 +45,8 @@ _ADVICE = {
     _errno.EBUSY: "an object made from this one is still open: close it first",
     _errno.EINVAL: "an argument does not fit the limits of the device or port, or the state of the object",
     _errno.EHOSTUNREACH: "no host answers at the peer's address: check the links and addresses of both ends",
+    _errno.EMFILE: "the process has no descriptor left: close some, or raise `ulimit -n`",
+    _errno.ENFILE: "the system has no descriptor left: raise the sysctl fs.file-max",
     _errno.EIO: "the device is gone or broken: close it and open it again",
     _errno.ENETDOWN: "the network interface of the port is down: bring it up",
     _errno.ENETUNREACH: "there is no route to the peer's address: check the link, addresses and routes of this host",

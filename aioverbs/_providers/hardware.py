@@ -45,12 +45,13 @@ def listed() -> list[str]:
 
     :returns: a new list; empty if there is no such device or the kernel's RDMA modules are not loaded.
     :raises LibraryNotFoundError: libibverbs cannot be loaded, or lacks a verb.
-    :raises VerbsError: the verb failed for another reason.
+    :raises VerbsError: the verb failed for another reason, for example with EMFILE because no descriptor is left.
     """
     try:
         return handles.device_names()
     except VerbsError as error:
-        if error.errno == errno.ENOSYS:  # the kernel's modules are not loaded
+        if error.errno == errno.ENOSYS:  # of any failure to look for devices
+            sysfs.check_list(error.verb)
             return []
         raise
 
@@ -74,6 +75,7 @@ def open_context(name: str) -> handles.Context:
         raise
     except VerbsError as error:
         if error.errno == errno.ENOSYS:  # as for `listed`
+            sysfs.check_list(error.verb)
             raise DeviceNotFoundError(name) from error
         if (node := sysfs.device_nodes().get(name)) is not None:
             sysfs.check_node(error.verb, node)

@@ -9,16 +9,57 @@ from aioverbs.errors import VerbsError
 from aioverbs.gid_selection import Gid
 from aioverbs.types import GidType
 
-__all__ = ["check_node", "device_nodes", "device_numbers", "gid_table", "kernel_devices", "try_open"]
+__all__ = ["check_list", "check_node", "device_nodes", "device_numbers", "gid_table", "kernel_devices", "try_open"]
 
 _FOLDER = Path("/sys/class/infiniband")
+_VERBS_FOLDER = Path("/sys/class/infiniband_verbs")
+_LIST_ADVICE = {
+    errno.EACCES: f"this process may not read {_VERBS_FOLDER}: run `aioverbs doctor`",
+    errno.ENOENT: f"{_VERBS_FOLDER}/abi_version is missing: load the kernel module ib_uverbs, and in a container do not"
+    " hide /sys",
+    errno.ENOSYS: "the kernel's interface for verbs does not fit this libibverbs: use a newer one, and run `aioverbs"
+    " doctor`",
+}
 
 
 def kernel_devices() -> list[str]:
     """Return a sorted list of the names of all RDMA devices that the kernel knows, including devices that this process
     cannot use; an empty list if the kernel's RDMA modules are not loaded.
+
+    :raises VerbsError: the folder of the devices cannot be listed, for example with EMFILE. The error names
+        ``ibv_get_device_list``.
     """
-    return sorted(path.name for path in _FOLDER.iterdir()) if _FOLDER.is_dir() else []
+    try:
+        return sorted(os.listdir(_FOLDER))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise VerbsError("ibv_get_device_list", error.errno or errno.EIO) from error
+
+
+def check_list(verb: str) -> None:
+    """Find out why libibverbs could not look for devices. This is called after a verb that looks for them has failed
+    with ENOSYS, which libibverbs reports for every failure to read the kernel's files.
+
+    Nothing is raised if the kernel's RDMA modules are not loaded, so that there is no device.
+
+    :param verb: name of the verb, for the error.
+    :raises VerbsError: the modules are loaded; with the errno of reading the kernel's files, for example EMFILE or
+        EACCES, or with ENOSYS if they can be read.
+    """
+    number = errno.ENOSYS
+    try:
+        os.listdir(_VERBS_FOLDER)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        number = error.errno or errno.EIO
+    else:
+        try:
+            (_VERBS_FOLDER / "abi_version").read_bytes()
+        except OSError as error:
+            number = error.errno or errno.EIO
+    raise VerbsError(verb, number, _LIST_ADVICE.get(number))
 
 
 def device_nodes(root: Path = Path("/")) -> dict[str, Path]:

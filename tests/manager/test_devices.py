@@ -2,7 +2,10 @@
 
 import errno
 import logging
+import os
 import socket
+import subprocess
+import sys
 import threading
 import types
 from ipaddress import IPv6Address
@@ -316,12 +319,78 @@ async def test_a_device_of_the_kernel_that_libibverbs_does_not_list(
     assert record.getMessage() == f"opening the software device soft0: mlx5_7 cannot be opened: {caught.value}"
 
 
-async def test_without_the_kernels_modules_there_is_no_device(unopened: types.SimpleNamespace) -> None:
+async def test_without_the_kernels_modules_there_is_no_device(
+    unopened: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     unopened.device_names = lambda: unopened.Context.open_device("any")
     unopened.number = errno.ENOSYS
+    monkeypatch.setattr(sysfs, "_VERBS_FOLDER", tmp_path / "infiniband_verbs")
     assert hardware.names() == []
     with pytest.raises(DeviceNotFoundError, match="there is no device 'mlx5_7'; available: soft0"):
         await open_device("mlx5_7").open()
+
+
+def test_libibverbs_that_does_not_fit_the_kernel(
+    unopened: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    unopened.device_names = lambda: unopened.Context.open_device("any")
+    unopened.number = errno.ENOSYS
+    monkeypatch.setattr(sysfs, "_VERBS_FOLDER", tmp_path)
+    for number, text in ((errno.ENOENT, "load the kernel module ib_uverbs"), (errno.ENOSYS, "use a newer one")):
+        for call in (hardware.listed, lambda: hardware.open_context("mlx5_7")):
+            with pytest.raises(VerbsError, match=text) as caught:
+                call()
+            assert caught.value.errno == number
+        (tmp_path / "abi_version").write_text("6\n")
+
+
+def test_a_process_without_descriptors_is_not_a_machine_without_devices(tmp_path: Path) -> None:
+    """libibverbs itself then reports ENOSYS, as it does without the kernel's modules."""
+    (tmp_path / "class/infiniband_verbs/uverbs0").mkdir(parents=True)
+    (tmp_path / "class/infiniband_verbs/abi_version").write_text("6\n")
+    (tmp_path / "class/infiniband").mkdir()
+    code = """
+import os, resource, sys
+from pathlib import Path
+from aioverbs import LibraryNotFoundError, VerbsError, devices
+from aioverbs._providers import hardware, sysfs
+from aioverbs._verbs.device import default_name
+sysfs._FOLDER = Path(sys.argv[1], "class/infiniband")
+sysfs._VERBS_FOLDER = Path(sys.argv[1], "class/infiniband_verbs")
+try:
+    assert hardware.listed() == []
+except LibraryNotFoundError:
+    sys.exit(77)
+devices()
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+taken = []
+try:
+    while True:
+        taken.append(os.open("/dev/null", os.O_RDONLY))
+except OSError:
+    pass
+found = []
+for call in (hardware.listed, lambda: hardware.open_context("mlx5_0"), devices, default_name):
+    try:
+        found.append(str(call()))
+    except VerbsError as error:
+        found.append(str(error))
+for each in taken:
+    os.close(each)
+print("\\n".join(found))
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "AIOVERBS_DEVICE"}
+    environment |= {"SYSFS_PATH": str(tmp_path), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code, str(tmp_path)], env=environment, capture_output=True, text=True, check=False
+    )
+    if done.returncode == 77:
+        pytest.skip("there is no libibverbs")
+    lines = done.stdout.splitlines()
+    assert (done.returncode, done.stderr, len(lines)) == (0, "", 4)
+    for line in lines:
+        assert line.startswith("ibv_get_device_list failed: EMFILE ")
+        assert line.endswith("raise `ulimit -n`")
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM])

@@ -190,8 +190,13 @@ class WcFlags(IntFlag):
 
 
 class Mtu(IntEnum):
-    """Path MTU: ``IBV_MTU_*``. The value of a member is the code of the ABI, `size` is the MTU in bytes."""
+    """Path MTU: ``IBV_MTU_*``. The value of a member is the code of the ABI, `size` is the MTU in bytes.
 
+    NONE is what providers report for a port that has no MTU, for example because it has no network interface. It is no
+    path MTU of queue pairs.
+    """
+
+    NONE = 0
     MTU_256 = 1
     MTU_512 = 2
     MTU_1024 = 3
@@ -200,8 +205,8 @@ class Mtu(IntEnum):
 
     @property
     def size(self) -> int:
-        """The MTU in bytes, such as 4096 for `MTU_4096`."""
-        return 128 << self.value
+        """The MTU in bytes, such as 4096 for `MTU_4096`; 0 for `NONE`."""
+        return 128 << self.value if self.value else 0
 
 
 class MwType(IntEnum):

@@ -67,7 +67,7 @@ class PortInfo:
     :param number: port number, from 1.
     :param state: state of the port.
     :param link_layer: InfiniBand or Ethernet.
-    :param active_mtu: MTU in use.
+    :param active_mtu: MTU in use; `Mtu.NONE` if the port has none.
     :param gids: GIDs of the port: pairs of an index in the GID table and the GID as the text of an IPv6 address.
     :param gid_index: index of the GID that queue pairs send from by default; None if the port has no GID.
     """
@@ -86,10 +86,10 @@ class DeviceInfo:
 
     :param name: name that `open_device` takes.
     :param provider: ``"software"`` or ``"hardware"``.
-    :param ports: ports of the device; empty if it cannot be opened.
+    :param ports: ports of the device; empty if it cannot be used.
     :param native: the subset of ``"thread domains"``, ``"parent domains"`` and ``"XRC domains"`` that the provider
         implements.
-    :param problem: message of the exception that opening the device raised; None if the device can be opened.
+    :param problem: message of the exception that opening or querying the device raised; None if there was none.
     """
 
     name: str
@@ -127,7 +127,8 @@ def devices() -> list[DeviceInfo]:
     if the verb that lists them fails, otherwise those for which libibverbs has no provider or finds no device file.
 
     :returns: a `DeviceInfo` for each device.
-    :raises VerbsError: a device could be opened but could not be queried or closed again.
+    :raises VerbsError: the names of the devices cannot be read, for example because no descriptor is left (EMFILE), or
+        a device could be opened but not closed again.
     """
     try:
         names = hardware.names()
@@ -168,9 +169,9 @@ def _open_context(name: str, *, execution: Execution = "inline", delay_ns: int =
 def _query_info(name: str) -> DeviceInfo:
     """Open a device briefly to query it.
 
-    :returns: a `DeviceInfo`. If the device cannot be opened, the `DeviceInfo` has no ports, and its ``problem`` is the
-        message of the exception.
-    :raises VerbsError: the device could be opened but could not be queried or closed again.
+    :returns: a `DeviceInfo`. If the device cannot be opened or queried, the `DeviceInfo` has no ports, and its
+        ``problem`` is the message of the exception.
+    :raises VerbsError: the device could be opened but not closed again.
     """
     try:
         context = _open_context(name)
@@ -179,6 +180,8 @@ def _query_info(name: str) -> DeviceInfo:
     try:
         ports = tuple(_port_info(context, number + 1) for number in range(context.attributes.phys_port_cnt))
         return DeviceInfo(context.name, _provider_of(name), ports, frozenset(_native_types(context)))
+    except OSError as error:  # for example, removed after being opened
+        return DeviceInfo(name, _provider_of(name), (), frozenset(), str(error))
     finally:
         context.destroy()
 
@@ -609,7 +612,7 @@ def open_device(
         software device, is invalid.
     :raises VerbsError: on opening: ``ibv_open_device`` failed; or a software device cannot accept connections at its
         address, for example with EADDRINUSE, or its host name cannot be resolved; or, while looking for an active port,
-        an RDMA device could be opened but not queried.
+        no descriptor was left (EMFILE), or an RDMA device could be opened but not closed again.
     """
     return Device(name, max_native_thread_domains, execution, delay_ns)
 
@@ -617,7 +620,7 @@ def open_device(
 def default_name() -> str:
     """Return the name of the device that `open_device` opens if no name is given.
 
-    :raises VerbsError: an RDMA device could be opened but could not be queried or closed again.
+    :raises VerbsError: no descriptor is left (EMFILE), or an RDMA device could be opened but not closed again.
     """
     return os.environ.get("AIOVERBS_DEVICE") or _first_active()
 
@@ -628,7 +631,7 @@ def _first_active() -> str:
     If there is none, return the name of the software device. If there is a device that cannot be used, log a warning
     that says why; a machine without RDMA devices is nothing to warn of, so the message is informational then.
 
-    :raises VerbsError: an RDMA device could be opened but could not be queried or closed again.
+    :raises VerbsError: no descriptor is left (EMFILE), or an RDMA device could be opened but not closed again.
     """
     reasons = []
     try:
@@ -641,7 +644,7 @@ def _first_active() -> str:
         found = _query_info(name)
         if found.active:
             return name
-        why = f"{name} cannot be opened: {found.problem}" if found.problem else f"no port of {name} is active"
+        why = f"{name} cannot be used: {found.problem}" if found.problem else f"no port of {name} is active"
         reasons.append(why)
     (fallback,) = software.names()
     level = logging.WARNING if reasons else logging.INFO

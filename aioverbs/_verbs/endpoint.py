@@ -55,7 +55,8 @@ class Endpoint:
         for name, bits in _BITS.items():
             if not 0 <= getattr(self, name) < 1 << bits:
                 raise ValueError(f"`{name}` must fit in {bits} bits, got {getattr(self, name)}")
-        Mtu(self.mtu)
+        if not Mtu(self.mtu):
+            raise ValueError("`mtu` must be that of a port which has one, got Mtu.NONE")
         QpType(self.qp_type)
 
     def __bytes__(self) -> bytes:

@@ -119,7 +119,7 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         On soft-RoCE, if the queue pair was connected before, the ``max_dest_rd_atomic`` of the endpoint is at most the
         value that the last connection used, to avoid a kernel bug. The exceptions of `gid_index` are raised as well.
 
-        :raises ValueError: the port has no GID, or no GID at the index that the queue pair was made with.
+        :raises ValueError: the port has no MTU or no GID, or no GID at the index that the queue pair was made with.
         :raises ClosedResourceError: the queue pair is not open.
         :raises BusyResourceError: a helper thread is changing the state, as in `establish`.
         :raises VerbsError: the device, the port or the GID cannot be queried.
@@ -132,6 +132,8 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
                 f"port {self._port} of {context.name} has no GID at index {self.gid_index}: give the `gid_index`"
                 " of an existing GID, or leave it out to have one chosen"
             )
+        if not port.active_mtu:
+            raise ValueError(f"port {self._port} of {context.name} has no MTU: bring its network interface up")
         limits = _capped(self, Limits.of(context.attributes, port))
         requests = "max_rd_atomic" in qp_state_machine.transition_rule(self.qp_type, _RTR, _RTS).required
         responds = "max_dest_rd_atomic" in qp_state_machine.transition_rule(self.qp_type, _INIT, _RTR).required

@@ -68,7 +68,7 @@ class Limits:
     :param ports: number of ports of the device.
     :param pkeys: length of the port's P_Key table.
     :param gids: length of the port's GID table.
-    :param mtu: MTU of the port.
+    :param mtu: MTU of the port; `Mtu.NONE` if it has none, so that no path MTU is valid.
     :param max_rd_atomic: maximum number of reads and atomics that a queue pair can have in flight.
     :param max_dest_rd_atomic: maximum number of reads and atomics of the peer that a queue pair can respond to at once.
     :param needs_gid: whether a path requires a GID, as it does over Ethernet.
@@ -358,7 +358,12 @@ def _invalid_values(attributes: Mapping[str, object], state: QpState, limits: Li
     :raises ValueError: ``cur_qp_state`` is not a `QpState`.
     """
     for name, (low, high) in _ranges(limits).items():
-        if name in attributes and not low <= (value := index(cast(int, attributes[name]))) <= high:
+        if name not in attributes:
+            continue
+        value = index(cast(int, attributes[name]))
+        if name == "path_mtu" and not limits.mtu:
+            yield name, "the port has no MTU: bring its network interface up"
+        elif not low <= value <= high:
             yield name, f"must be {low} to {high}, got {value}"
     av = attributes.get("av")
     if isinstance(av, AddressVector):

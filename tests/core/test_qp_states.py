@@ -362,3 +362,8 @@ def test_limits_of_a_device(inline: software.Context) -> None:
         replace(port, gid_tbl_len=1024, pkey_tbl_len=0, link_layer=LinkLayer.INFINIBAND),
     )
     assert vast == Limits(ports=1, pkeys=1)
+
+
+def test_a_port_without_an_mtu_has_no_path() -> None:
+    with pytest.raises(TransitionError, match="path_mtu: the port has no MTU: bring its network interface up"):
+        transition(UC, INIT, RTR, QpAttrs(**PATH), limits=Limits(mtu=Mtu.NONE))

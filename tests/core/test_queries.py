@@ -1,7 +1,9 @@
 """Attributes of the software device, its port and its queue pairs."""
 
+import contextlib
 import ctypes
 import errno
+from collections.abc import Iterator
 from ipaddress import IPv4Address, IPv6Address
 
 import pytest
@@ -34,14 +36,11 @@ def test_port_attributes(context: software.Context) -> None:
     assert (port.gid_tbl_len, port.pkey_tbl_len) == (2, 1)
 
 
-@pytest.mark.parametrize(
-    ("offset", "value", "text"),
-    [(0, 9, "reports 9 for port 1, which is no PortState"), (8, 99, "reports 99 for port 1, which is no Mtu")],
-)
-def test_an_unknown_number_in_the_attributes_of_a_port(
-    context: software.Context, offset: int, value: int, text: str
-) -> None:
-    """Offsets of `struct ibv_port_attr`; `query_port` is the first member of `struct verbs_context`."""
+@contextlib.contextmanager
+def port_reporting(context: software.Context, offset: int, value: int) -> Iterator[None]:
+    """Put a number into the answer of `ibv_query_port`, at an offset in `struct ibv_port_attr`. `query_port` is the
+    first member of `struct verbs_context`.
+    """
     place = ctypes.c_void_p.from_address(context.extended_address)
     verb = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_uint8, ctypes.c_void_p, ctypes.c_size_t)
     before = place.value
@@ -53,14 +52,53 @@ def test_an_unknown_number_in_the_attributes_of_a_port(
         ctypes.c_uint32.from_address(attributes + offset).value = value
         return result
 
-    unknown = verb(query)
-    place.value = ctypes.cast(unknown, ctypes.c_void_p).value
+    replaced = verb(query)
+    place.value = ctypes.cast(replaced, ctypes.c_void_p).value
     try:
-        with pytest.raises(VerbsError, match=text) as caught:
-            context.query_port()
+        yield
     finally:
         place.value = before
+
+
+@pytest.mark.parametrize(
+    ("offset", "value", "text"),
+    [(0, 9, "reports 9 for port 1, which is no PortState"), (8, 99, "reports 99 for port 1, which is no Mtu")],
+)
+def test_an_unknown_number_in_the_attributes_of_a_port(
+    context: software.Context, offset: int, value: int, text: str
+) -> None:
+    with port_reporting(context, offset, value), pytest.raises(VerbsError, match=text) as caught:
+        context.query_port()
     assert (caught.value.verb, caught.value.errno) == ("ibv_query_port", errno.EPROTO)
+
+
+def test_a_port_without_an_mtu(context: software.Context) -> None:
+    """Kernel drivers report 0 for a port without a network interface."""
+    with port_reporting(context, 8, 0):
+        port = context.query_port()
+    assert (port.active_mtu, port.active_mtu.size, port.max_mtu) == (Mtu.NONE, 0, Mtu.MTU_4096)
+
+
+def test_an_unknown_number_in_the_attributes_of_a_device(context: software.Context) -> None:
+    place = ctypes.c_void_p.from_address(context.table_slot("query_device"))
+    verb = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+    before = place.value
+    assert before is not None
+    known = verb(before)
+
+    def query(pointer: int, attributes: int) -> int:
+        result = int(known(pointer, attributes))
+        ctypes.c_uint32.from_address(attributes + 164).value = 9  # `atomic_cap` of `struct ibv_device_attr`
+        return result
+
+    replaced = verb(query)
+    place.value = ctypes.cast(replaced, ctypes.c_void_p).value
+    try:
+        with pytest.raises(VerbsError, match="reports 9 for the device, which is no AtomicCap") as caught:
+            context.query_device()
+    finally:
+        place.value = before
+    assert (caught.value.verb, caught.value.errno) == ("ibv_query_device", errno.EPROTO)
 
 
 @pytest.mark.parametrize("max_entries", [-1, -(1 << 31)])

@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 
 from aioverbs import DeviceNotFoundError, Endpoint, LibraryNotFoundError, ResourceState, VerbsError
+from aioverbs._core.handles import handles
+from aioverbs._core.software import software
 from aioverbs._providers import hardware, software_hosts, sysfs
-from aioverbs._verbs.device import devices, open_device
+from aioverbs._verbs.device import default_name, devices, open_device
 from aioverbs.rdma_cm import Channel
 from tests.listening import own_address
 
@@ -137,6 +139,27 @@ def test_a_device_that_cannot_be_opened_is_listed_with_the_reason(monkeypatch: p
     assert first.problem is not None
     assert "no" in first.problem
     assert second.name == "soft0"
+
+
+async def test_a_device_that_cannot_be_queried_does_not_hide_the_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def open_context(name: str) -> software.Context:
+        context = software.Context.open()
+        if name == "mlx5_7":
+            context.faults.fail("query_port", errno.EIO)
+        return context
+
+    monkeypatch.setattr(hardware, "names", lambda: ["mlx5_7", "mlx5_8"])
+    monkeypatch.setattr(hardware, "open_context", open_context)
+    monkeypatch.delenv("AIOVERBS_DEVICE", raising=False)
+    before = handles.open_handles()
+    first, second, _ = devices()
+    assert (first.name, first.ports, second.active) == ("mlx5_7", (), True)
+    assert first.problem is not None
+    assert first.problem.startswith("ibv_query_port failed: EIO")
+    assert default_name() == "mlx5_8"
+    assert handles.open_handles() == before
 
 
 async def test_falling_back_without_a_device_is_informational(
@@ -316,7 +339,7 @@ async def test_a_device_of_the_kernel_that_libibverbs_does_not_list(
         assert device.software
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert record.getMessage() == f"opening the software device soft0: mlx5_7 cannot be opened: {caught.value}"
+    assert record.getMessage() == f"opening the software device soft0: mlx5_7 cannot be used: {caught.value}"
 
 
 async def test_without_the_kernels_modules_there_is_no_device(
@@ -408,7 +431,7 @@ async def test_the_error_is_that_of_opening_the_device_file(
     async with open_device() as device:
         assert device.software
     (message,) = caplog.messages
-    assert message == f"opening the software device soft0: mlx5_7 cannot be opened: {caught.value}"
+    assert message == f"opening the software device soft0: mlx5_7 cannot be used: {caught.value}"
 
 
 @pytest.mark.parametrize("number", [0, errno.ENOENT])
@@ -447,7 +470,7 @@ async def test_the_warning_names_the_reason_of_each_device(
     async with open_device():
         pass
     (message,) = caplog.messages
-    assert message.count("cannot be opened: ibv_open_device failed: EACCES") == 2
+    assert message.count("cannot be used: ibv_open_device failed: EACCES") == 2
     assert "mlx5_0 cannot" in message
     assert "; mlx5_1 cannot" in message
 

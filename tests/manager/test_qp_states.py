@@ -378,9 +378,10 @@ class FakePort:
     link_layer: LinkLayer
     real: handles.Context
     name: str = "port of no device"
+    mtu: Mtu = Mtu.MTU_4096
 
     def query_port(self, port_num: int) -> PortAttributes:
-        return replace(self.real.query_port(port_num), lid=self.lid, link_layer=self.link_layer)
+        return replace(self.real.query_port(port_num), lid=self.lid, link_layer=self.link_layer, active_mtu=self.mtu)
 
     def query_gid(self, port_num: int, index: int) -> bytes:
         return self.gid
@@ -416,6 +417,9 @@ async def test_infiniband_and_a_port_without_a_gid(device: Device) -> None:
     with pytest.raises(ValueError, match=r"port 1 of port of no device has no GID at index 1: give the `gid_index`"):
         FakeQueuePair(FakePort(bytes(16), 0, LinkLayer.ETHERNET, device.handle)).local_endpoint()
     assert FakeQueuePair(FakePort(bytes(16), 7, LinkLayer.INFINIBAND, device.handle)).local_endpoint().lid == 7
+    without_mtu = FakePort(gid, 0, LinkLayer.ETHERNET, device.handle, mtu=Mtu.NONE)
+    with pytest.raises(ValueError, match="port 1 of port of no device has no MTU: bring its network interface up"):
+        FakeQueuePair(without_mtu).local_endpoint()
 
 
 # ---- Mistakes

@@ -309,7 +309,8 @@ cdef class Context(Handle):
         """Query the limits and the version numbers of the device (``ibv_query_device``).
 
         :returns: a new `DeviceAttributes`.
-        :raises VerbsError: the verb failed.
+        :raises VerbsError: the verb failed; with EPROTO if the provider reports a number that `AtomicCap` does not
+            have.
         :raises ClosedResourceError: the context is closed.
         """
         cdef v.ibv_device_attr attr
@@ -347,7 +348,7 @@ cdef class Context(Handle):
             max_ah=attr.max_ah,
             max_mw=attr.max_mw,
             max_pkeys=attr.max_pkeys,
-            atomic_cap=AtomicCap(attr.atomic_cap),
+            atomic_cap=_known(AtomicCap, attr.atomic_cap, "ibv_query_device", "the device"),
             phys_port_cnt=attr.phys_port_cnt,
         )
 
@@ -370,17 +371,18 @@ cdef class Context(Handle):
         finally:
             self._leave()
         self._check("ibv_query_port", error)
+        where = f"port {port}"
         return PortAttributes(
-            state=_known(PortState, attr.state, port),
-            max_mtu=_known(Mtu, attr.max_mtu, port),
-            active_mtu=_known(Mtu, attr.active_mtu, port),
+            state=_known(PortState, attr.state, "ibv_query_port", where),
+            max_mtu=_known(Mtu, attr.max_mtu, "ibv_query_port", where),
+            active_mtu=_known(Mtu, attr.active_mtu, "ibv_query_port", where),
             gid_tbl_len=attr.gid_tbl_len,
             pkey_tbl_len=attr.pkey_tbl_len,
             max_msg_sz=attr.max_msg_sz,
             lid=attr.lid,
             sm_lid=attr.sm_lid,
             lmc=attr.lmc,
-            link_layer=_known(LinkLayer, attr.link_layer, port),
+            link_layer=_known(LinkLayer, attr.link_layer, "ibv_query_port", where),
             port_cap_flags=attr.port_cap_flags,
             active_width=attr.active_width,
             active_speed=attr.active_speed,
@@ -496,13 +498,13 @@ cdef class Context(Handle):
             self._leave()
 
 
-cdef object _known(kind, int number, int port):
-    # Return the member of an enumeration that a provider reported for a port; raise VerbsError if there is none.
+cdef object _known(kind, int number, str verb, str where):
+    # Return the member of an enumeration that a provider reported for `where`; raise VerbsError if there is none.
     try:
         return kind(number)
     except ValueError:
-        advice = f"the provider reports {number} for port {port}, which is no {kind.__name__} that aioverbs knows"
-        raise VerbsError("ibv_query_port", EPROTO, advice) from None
+        advice = f"the provider reports {number} for {where}, which is no {kind.__name__} that aioverbs knows"
+        raise VerbsError(verb, EPROTO, advice) from None
 
 
 cdef int _byte(value, str name) except -1:

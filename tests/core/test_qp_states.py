@@ -366,4 +366,4 @@ def test_limits_of_a_device(inline: software.Context) -> None:
 
 def test_a_port_without_an_mtu_has_no_path() -> None:
     with pytest.raises(TransitionError, match="path_mtu: the port has no MTU: bring its network interface up"):
-        transition(UC, INIT, RTR, QpAttrs(**PATH), limits=Limits(mtu=Mtu.NONE))
+        transition(UC, INIT, RTR, PATH, limits=Limits(mtu=Mtu.NONE))

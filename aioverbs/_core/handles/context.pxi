@@ -4,7 +4,6 @@
 # Exported verbs of libibverbs, copied into each context, and its functions that find and open devices.
 cdef v.verbs_table _exported
 cdef v.verbs_devices _devices
-_exporting = threading.Lock()
 cdef bint _is_exported = False
 
 
@@ -13,7 +12,7 @@ cdef int _load_exported() except -1:
     global _is_exported
     cdef const char *problem = NULL
     cdef int error
-    with _exporting:
+    with library_lock:
         if not _is_exported:
             problem = v.verbs_table_load(&_exported, "libibverbs.so.1")
             if not problem:
@@ -29,14 +28,12 @@ cdef int _load_exported() except -1:
 
 cdef v.ibv_device **_device_list() except NULL:
     # Return the RDMA devices, with NULL at the end; the caller frees the list. Raise the errors of `device_names`.
-    #
-    # libibverbs holds a process-wide lock while it makes the list. With the GIL released, another thread could fork in
-    # the meantime, and listing devices would never end in the child.
     cdef int error
     cdef v.ibv_device **found
     _load_exported()
-    found = _devices.get_device_list(NULL)
-    error = errno
+    with library_lock, nogil:
+        found = _devices.get_device_list(NULL)
+        error = errno
     if not found:
         raise VerbsError("ibv_get_device_list", error or EIO)
     return found
@@ -179,7 +176,7 @@ cdef class Context(Handle):
         # to nothing.
         lowest = min(512, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         own = fcntl.fcntl(cmd_fd, fcntl.F_DUPFD_CLOEXEC, lowest)
-        with nogil:
+        with library_lock, nogil:
             self.pointer = self.table.import_device(own)
             error = errno
         if not self.pointer:

@@ -39,6 +39,7 @@ import threading
 import warnings
 import weakref
 
+from aioverbs._core.handles.library_lock import library_lock
 from aioverbs._exports import defined_in
 from aioverbs.attributes import (
     AddressVector,

@@ -8,8 +8,8 @@ pass queue pair numbers to it and ask it for queue pair attributes.
 
 import os
 import socket
-import threading
 
+from aioverbs._core.handles.library_lock import library_lock
 from aioverbs.errors import LibraryNotFoundError, VerbsError
 from aioverbs.types import AccessFlags, Mtu
 
@@ -106,7 +106,6 @@ cdef str _NO_MANAGER = "the connection manager is not available to this process:
     "the permissions of /dev/infiniband/rdma_cm"
 
 cdef rdma_cm_table _table
-_loading = threading.Lock()
 cdef bint _is_loaded = False
 
 
@@ -134,7 +133,7 @@ cdef int _load_once() except -1:
     # Fill `_table` on the first call. Raise LibraryNotFoundError if librdmacm cannot be loaded; the next call then
     # tries again.
     global _is_loaded
-    with _loading:
+    with library_lock:
         if not _is_loaded:
             _load(&_table, "librdmacm.so.1")
             _is_loaded = True
@@ -187,7 +186,7 @@ cdef class EventChannel(Handle):
 
     cdef int _create(self) except -1:
         cdef int error
-        with nogil:
+        with library_lock, nogil:
             self.pointer = _table.create_event_channel()
             error = errno
         if not self.pointer:
@@ -229,7 +228,7 @@ cdef class EventChannel(Handle):
         cdef int failed, error
         self._use("rdma_get_cm_event")
         try:
-            with nogil:
+            with library_lock, nogil:
                 failed = _table.get_cm_event(self.pointer, &event)
                 error = errno
             if failed:
@@ -242,7 +241,8 @@ cdef class EventChannel(Handle):
                 unclaimed = event.id if event.event == RDMA_CM_EVENT_CONNECT_REQUEST and taken is None else NULL
                 with nogil:
                     _table.ack_cm_event(event)
-                    if unclaimed:
+                if unclaimed:
+                    with library_lock, nogil:
                         _table.destroy_id(unclaimed)
             return taken
         finally:
@@ -290,7 +290,7 @@ cdef class Identifier(Handle):
         try:
             channel._enter()
             try:
-                with nogil:
+                with library_lock, nogil:
                     failed = _table.create_id(channel.pointer, &pointer, NULL, RDMA_PS_TCP)
                     error = errno
                 _check(failed, error, "rdma_create_id")
@@ -299,7 +299,7 @@ cdef class Identifier(Handle):
             try:
                 self._attach(channel, pointer)
             except BaseException:
-                with nogil:
+                with library_lock, nogil:
                     _table.destroy_id(pointer)
                 raise
         finally:
@@ -331,7 +331,7 @@ cdef class Identifier(Handle):
         # After the verb another identifier may get the same address.
         cdef int failed, error
         self.channel._identifiers.pop(<uintptr_t>self.pointer, None)
-        with nogil:
+        with library_lock, nogil:
             failed = _table.destroy_id(self.pointer)
             error = errno
         if failed:
@@ -413,7 +413,7 @@ cdef class Identifier(Handle):
         cdef int failed, error
         _fill_address(&local, address)
         self._use("rdma_bind_addr")
-        with nogil:
+        with library_lock, nogil:
             failed = _table.bind_addr(self.pointer, <sockaddr *>&local)
             error = errno
         self._finish(failed, error, "rdma_bind_addr")
@@ -429,7 +429,7 @@ cdef class Identifier(Handle):
         """
         cdef int failed, error
         self._use("rdma_listen")
-        with nogil:
+        with library_lock, nogil:
             failed = _table.listen(self.pointer, backlog)
             error = errno
         self._finish(failed, error, "rdma_listen")
@@ -459,7 +459,7 @@ cdef class Identifier(Handle):
             _fill_address(&local, source)
             start = <sockaddr *>&local
         self._use("rdma_resolve_addr")
-        with nogil:
+        with library_lock, nogil:
             failed = _table.resolve_addr(self.pointer, start, <sockaddr *>&remote, timeout_ms)
             error = errno
         self._finish(failed, error, "rdma_resolve_addr")

@@ -73,7 +73,7 @@ def device_nodes(root: Path = Path("/")) -> dict[str, Path]:
     nodes = {}
     for path in (root / "sys/class/infiniband_verbs").glob("*/ibdev"):
         with contextlib.suppress(OSError):  # the device was removed in between
-            nodes[path.read_text().strip()] = root / "dev/infiniband" / path.parent.name
+            nodes[os.fsdecode(path.read_bytes().strip())] = root / "dev/infiniband" / path.parent.name
     return nodes
 
 

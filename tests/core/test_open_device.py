@@ -133,6 +133,23 @@ def test_devices_are_listed_in_the_order_of_libibverbs(library: Library) -> None
     assert library.calls == [("free", 0)]
 
 
+def test_a_name_that_is_not_utf_8(library: Library, soft: software.Context) -> None:
+    """It is written as Python writes file names, for example of the device's files below /sys."""
+    library.devices[1].name = b"r\xff"
+    name = os.fsdecode(b"r\xff")
+    assert handles.device_names() == ["mlx5_1", name]
+    device = IbvDevice.from_address(ctypes.c_void_p.from_address(soft.verbs_pointer).value or 0)
+    before, device.name = device.name, b"r\xff"
+    library.context = soft.verbs_pointer
+    try:
+        context = handles.Context.open_device(name)
+    finally:
+        device.name = before
+    assert context.name == name
+    assert library.calls == [("free", 0), ("open", 1), ("free", 0)]
+    context.destroy()
+
+
 @pytest.mark.parametrize(("number", "raised"), [(errno.ENOSYS, errno.ENOSYS), (0, errno.EIO)])
 def test_a_list_that_fails(library: Library, number: int, raised: int) -> None:
     library.list, library.error = None, number
@@ -192,27 +209,32 @@ def test_a_gid_table_that_cannot_be_read(context: handles.Context) -> None:
 
 
 class TestContextThatCannotBeCompleted:
-    """The verb succeeded, but the handle cannot be completed: the device's name is not text."""
+    """The verb succeeded, but the handle cannot be completed: there is no memory for the device's name."""
 
     @pytest.fixture(autouse=True)
-    def unreadable(self, library: Library, soft: software.Context) -> Iterator[None]:
+    def unreadable(self, library: Library, soft: software.Context, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        def fail(name: bytes) -> str:
+            if name == b"soft0":
+                raise MemoryError
+            return known(name)
+
+        known = os.fsdecode
         library.context = soft.verbs_pointer
-        device = IbvDevice.from_address(ctypes.c_void_p.from_address(soft.verbs_pointer).value or 0)
-        before, device.name = device.name, b"\xff"
         handles_before, descriptors_before = handles.open_handles(), descriptors_at_first()
-        yield
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fsdecode", fail)
+            yield
         gc.collect()
         assert (handles.open_handles(), descriptors()) == (handles_before, descriptors_before)
-        device.name = before
 
     def test_opened(self, library: Library) -> None:
-        with pytest.raises(UnicodeDecodeError):
+        with pytest.raises(MemoryError):
             handles.Context.open_device("mlx5_0")
         assert library.calls == [("open", 1), ("free", 0), ("close", 0)]
 
     def test_imported(self, library: Library) -> None:
         fd = os.open("/dev/null", os.O_RDONLY)
-        with pytest.raises(UnicodeDecodeError):
+        with pytest.raises(MemoryError):
             handles.Context.import_device(fd)
         assert library.calls == [("close", 0)]
         os.close(fd)
@@ -225,7 +247,7 @@ class TestContextThatCannotBeCompleted:
         new_capsule.restype = ctypes.py_object
         new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
         lender = Lender(soft.verbs_pointer)
-        with pytest.raises(UnicodeDecodeError):
+        with pytest.raises(MemoryError):
             handles.Context.adopt(new_capsule(ctypes.addressof(lender), b"ibv_context *", None), lender)
         assert library.calls == [], "the context is the lender's"
         released = weakref.ref(lender)

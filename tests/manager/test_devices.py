@@ -446,6 +446,13 @@ async def test_the_error_of_the_verb_stays_when_the_device_file_opens_or_is_miss
     assert caught.value.errno == errno.ENOENT
 
 
+def test_device_files_by_names_that_are_not_utf_8(tmp_path: Path) -> None:
+    folder = tmp_path / "sys/class/infiniband_verbs/uverbs7"
+    folder.mkdir(parents=True)
+    (folder / "ibdev").write_bytes(b"r\xff\n")
+    assert sysfs.device_nodes(tmp_path) == {os.fsdecode(b"r\xff"): tmp_path / "dev/infiniband/uverbs7"}
+
+
 async def test_the_error_is_that_of_opening_the_connection_manager_file(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

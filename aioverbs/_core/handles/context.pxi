@@ -43,7 +43,7 @@ cdef list _names_in(v.ibv_device **found):
     # Return a new list of the names of the devices in a list that ends with NULL.
     names = []
     while found[0]:
-        names.append(found[0].name.decode())
+        names.append(os.fsdecode(found[0].name))
         found += 1
     return names
 
@@ -200,7 +200,7 @@ cdef class Context(Handle):
 
     def _read_device_fields(self):
         """Set the attributes `name`, `async_fd` and `num_comp_vectors` to the values of the open device."""
-        self.name = self.pointer.device.name.decode()
+        self.name = os.fsdecode(self.pointer.device.name)
         self.async_fd = self.pointer.async_fd
         self.num_comp_vectors = self.pointer.num_comp_vectors
 

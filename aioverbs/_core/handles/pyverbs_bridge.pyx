@@ -8,6 +8,7 @@ address of the pointer; pyverbs stores NULL there when the object is closed. Thi
 that has a pyverbs object has imported it.
 """
 
+import os
 import sys
 
 from cpython.object cimport PyObject
@@ -59,8 +60,9 @@ def context_capsule(context):
     pointer = <ibv_context *>place[0]
     if pointer == NULL:
         raise ValueError("the pyverbs context is closed")
-    # Check the object behind the pointer: libibverbs' mark of an extended context, and the device's name.
-    if <size_t>pointer.abi_compat != <size_t>-1 or pointer.device.name.decode(errors="replace") != _text(context.name):
+    # Check the object behind the pointer: libibverbs' mark of an extended context, and the device's name,
+    # which is bytes or str, depending on the version of pyverbs.
+    if <size_t>pointer.abi_compat != <size_t>-1 or os.fsdecode(pointer.device.name) != os.fsdecode(context.name):
         raise RuntimeError("this pyverbs context does not point to the context of its device")
     return PyCapsule_New(place, "ibv_context *", NULL)
 
@@ -119,8 +121,3 @@ cdef int _check_layout(thing, str module, str name, size_t size) except -1:
             f"(weak references at {kind.__weakrefoffset__}, size {kind.__basicsize__}): aioverbs supports 44 to 65"
         )
     return 0
-
-
-def _text(name):
-    """Return the name of a device as str; `name` is bytes or str, depending on the version of pyverbs."""
-    return name.decode() if isinstance(name, bytes) else name

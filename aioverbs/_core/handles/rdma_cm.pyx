@@ -355,7 +355,7 @@ cdef class Identifier(Handle):
         :raises ClosedResourceError: the identifier is destroyed.
         """
         self._enter()
-        name = self.pointer.verbs.device.name.decode() if self.pointer.verbs else None
+        name = os.fsdecode(self.pointer.verbs.device.name) if self.pointer.verbs else None
         self._leave()
         return name
 

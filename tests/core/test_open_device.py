@@ -78,6 +78,7 @@ class Library:
 
     def import_device(self, cmd_fd: int) -> int | None:
         self.imported = cmd_fd
+        ctypes.set_errno(self.error)
         return self.context
 
     def close_device(self, context: int) -> int:
@@ -134,7 +135,7 @@ def test_devices_are_listed_in_the_order_of_libibverbs(library: Library) -> None
 
 
 def test_a_name_that_is_not_utf_8(library: Library, soft: software.Context) -> None:
-    """It is written as Python writes file names, for example of the device's files below /sys."""
+    """Such a name is written as Python writes file names, for example of the device's files below /sys."""
     library.devices[1].name = b"r\xff"
     name = os.fsdecode(b"r\xff")
     assert handles.device_names() == ["mlx5_1", name]
@@ -158,6 +159,29 @@ def test_a_list_that_fails(library: Library, number: int, raised: int) -> None:
             verb()
         assert caught.value.errno == raised
     assert library.calls == []
+
+
+def test_a_list_that_fails_without_a_reason_of_its_own() -> None:
+    """`dlerror` returns NULL and leaves the errno of an earlier call."""
+    try:
+        place = ctypes.c_void_p.from_address(handles.table_slot("get_device_list"))
+    except LibraryNotFoundError:
+        pytest.skip("there is no libibverbs")
+    before, place.value = place.value, ctypes.cast(ctypes.CDLL(None).dlerror, ctypes.c_void_p).value
+    try:
+        ctypes.CDLL(None).dlerror()
+        os.path.exists("/no/such/file")  # leaves ENOENT
+        with pytest.raises(VerbsError, match="ibv_get_device_list") as caught:
+            handles.device_names()
+    finally:
+        place.value = before
+    assert caught.value.errno == errno.EIO
+
+
+def test_an_import_that_fails_without_a_reason(library: Library) -> None:
+    with open(os.devnull, "rb") as file, pytest.raises(VerbsError, match="ibv_import_device") as caught:
+        handles.Context.import_device(file.fileno())
+    assert caught.value.errno == errno.EIO
 
 
 def test_a_name_that_is_not_listed(library: Library) -> None:

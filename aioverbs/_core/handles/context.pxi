@@ -32,6 +32,7 @@ cdef v.ibv_device **_device_list() except NULL:
     cdef v.ibv_device **found
     _load_exported()
     with library_lock, nogil:
+        libc.errno.errno = 0        # that of an earlier call must not tell why this one fails
         found = _devices.get_device_list(NULL)
         error = errno
     if not found:
@@ -183,7 +184,7 @@ cdef class Context(Handle):
             with contextlib.suppress(OSError):      # closed by the verb
                 if os.path.sameopenfile(own, cmd_fd):
                     os.close(own)
-            raise VerbsError("ibv_import_device", error)
+            raise VerbsError("ibv_import_device", error or EIO)
         self._complete()
         return self
 

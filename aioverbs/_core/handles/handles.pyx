@@ -82,6 +82,7 @@ from libc.stdint cimport uint16_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memcpy, memset
 
 cimport cython
+cimport libc.errno
 cimport aioverbs._core.abi.libibverbs as v
 from aioverbs._core.public_names cimport publish
 

@@ -59,6 +59,8 @@ async def test_missing_kernel_module() -> None:
     with pytest.raises(VerbsError, match=r"rdma_create_event_channel failed: .*modprobe rdma_ucm") as caught:
         await channel.open()
     assert caught.value.errno in (errno.ENODEV, errno.ENOENT)
+    assert "run `modprobe rdma_ucm`" in str(caught.value)
+    assert ("libibverbs lists no RDMA device" in str(caught.value)) == (caught.value.errno == errno.ENODEV)
     with pytest.raises(ClosedResourceError):
         await channel.identifier().open()
     with pytest.raises(ClosedResourceError):

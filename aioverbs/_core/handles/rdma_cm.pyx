@@ -104,6 +104,11 @@ cdef dict _ADVICE = {
 }
 cdef str _NO_MANAGER = "the connection manager is not available to this process: run `modprobe rdma_ucm`, and check "\
     "the permissions of /dev/infiniband/rdma_cm"
+cdef dict _NO_CHANNEL = {
+    ENODEV: "libibverbs lists no RDMA device, for which its providers may be missing, or " + _NO_MANAGER +
+            "; `aioverbs doctor` finds out",
+    ENOENT: _NO_MANAGER,
+}
 
 cdef rdma_cm_table _table
 cdef bint _is_loaded = False
@@ -190,7 +195,7 @@ cdef class EventChannel(Handle):
             self.pointer = _table.create_event_channel()
             error = errno
         if not self.pointer:
-            raise VerbsError("rdma_create_event_channel", error, _NO_MANAGER if error in (ENODEV, ENOENT) else None)
+            raise VerbsError("rdma_create_event_channel", error, _NO_CHANNEL.get(error))
         try:
             self.fd = self.pointer.fd
             os.set_blocking(self.fd, False)

@@ -255,6 +255,10 @@ class Device(HandleResource[handles.Context]):
         closed, which emits a ResourceWarning. Use `adopt_protection_domain` and `ProtectionDomain.adopt_memory_region`
         to adopt protection domains and memory regions of the context.
 
+        While a completion queue of the device is open or `events` is iterated, the asynchronous events of the context
+        are taken and acknowledged here, also those of objects that the user made, and its descriptor of events is
+        non-blocking: the user must not wait for events of the context then.
+
         :param context: an open `pyverbs.device.Context`.
         :param max_native_thread_domains: as for `open_device`.
         :returns: the device, to be opened with ``async with`` or `Device.open`.

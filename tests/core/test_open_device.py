@@ -21,6 +21,7 @@ FUNCTIONS: dict[str, Any] = {
     "free_device_list": ctypes.CFUNCTYPE(None, ctypes.c_void_p),
     "open_device": ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, use_errno=True),
     "import_device": ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int, use_errno=True),
+    "get_async_event": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, use_errno=True),
     "close_device": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p),
     "query_gid_table": ctypes.CFUNCTYPE(
         ctypes.c_ssize_t, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint32, ctypes.c_size_t
@@ -232,6 +233,44 @@ def test_a_gid_table_that_cannot_be_read(context: handles.Context) -> None:
         context.query_gid_table(3)
 
 
+class Lender(ctypes.Structure):
+    """Object of a user who owns a context."""
+
+    _fields_ = (("pointer", ctypes.c_void_p),)
+
+
+def adopt(lender: Lender) -> handles.Context:
+    new_capsule = ctypes.pythonapi.PyCapsule_New
+    new_capsule.restype = ctypes.py_object
+    new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    return handles.Context.adopt(new_capsule(ctypes.addressof(lender), b"ibv_context *", None), lender)
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_the_events_of_a_borrowed_context_are_read_without_blocking(soft: software.Context, blocking: bool) -> None:
+    """The descriptor is the lender's: it may make it blocking again, and finds it afterwards as it was."""
+    found = []
+
+    def get_async_event(context: int, event: int) -> int:
+        found.append(os.get_blocking(soft.async_fd))
+        ctypes.set_errno(errno.EAGAIN)
+        return -1
+
+    before = os.get_blocking(soft.async_fd)
+    os.set_blocking(soft.async_fd, blocking)
+    try:
+        with replaced("get_async_event", get_async_event):
+            context = adopt(Lender(soft.verbs_pointer))  # copies the table
+            for _ in range(2):
+                assert context.get_async_event() is None
+                os.set_blocking(soft.async_fd, blocking)
+            assert context.get_async_event() is None
+            context.destroy()
+        assert (found, os.get_blocking(soft.async_fd)) == ([False] * 3, blocking)
+    finally:
+        os.set_blocking(soft.async_fd, before)
+
+
 class TestContextThatCannotBeCompleted:
     """The verb succeeded, but the handle cannot be completed: there is no memory for the device's name."""
 
@@ -264,15 +303,9 @@ class TestContextThatCannotBeCompleted:
         os.close(fd)
 
     def test_adopted(self, library: Library, soft: software.Context) -> None:
-        class Lender(ctypes.Structure):
-            _fields_ = (("pointer", ctypes.c_void_p),)
-
-        new_capsule = ctypes.pythonapi.PyCapsule_New
-        new_capsule.restype = ctypes.py_object
-        new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
         lender = Lender(soft.verbs_pointer)
         with pytest.raises(MemoryError):
-            handles.Context.adopt(new_capsule(ctypes.addressof(lender), b"ibv_context *", None), lender)
+            adopt(lender)
         assert library.calls == [], "the context is the lender's"
         released = weakref.ref(lender)
         del lender

@@ -221,6 +221,8 @@ cdef class Context(Handle):
         if self._lender is None:
             with nogil:
                 error = self.table.close_device(self.pointer)
+        elif self._was_blocking:                # the lender reads its events as before
+            os.set_blocking(self.async_fd, True)
         return error
 
     def dup_cmd_fd(self):
@@ -477,7 +479,8 @@ cdef class Context(Handle):
     def get_async_event(self):
         """Take the device's next asynchronous event, without waiting (``ibv_get_async_event``).
 
-        `async_fd` is readable while an event is waiting; the first call makes that descriptor non-blocking. The caller
+        `async_fd` is readable while an event is waiting; the first call makes that descriptor non-blocking. Destroying
+        the handle of a borrowed context makes it blocking again, if it was. The caller
         must acknowledge each event before its object or this context is destroyed. An event about an object that is
         being destroyed is acknowledged here and not returned. The software device does not report an event again while
         the same event is still waiting.
@@ -488,12 +491,21 @@ cdef class Context(Handle):
         """
         self._enter()
         try:
-            if not self._nonblocking:
-                fcntl.fcntl(self.async_fd, fcntl.F_SETFL, fcntl.fcntl(self.async_fd, fcntl.F_GETFL) | os.O_NONBLOCK)
-                self._nonblocking = True
+            self._make_nonblocking()
             return _take_event(self)
         finally:
             self._leave()
+
+    cdef int _make_nonblocking(self) except -1:
+        # Make `async_fd` non-blocking: reading an event keeps the GIL. A lender may make its descriptor blocking again
+        # at any time, so it is looked at before each event.
+        if self._nonblocking and self._lender is None:
+            return 0
+        if os.get_blocking(self.async_fd):
+            os.set_blocking(self.async_fd, False)
+            self._was_blocking = True
+        self._nonblocking = True
+        return 0
 
 
 cdef object _known(kind, int number, str verb, str where):

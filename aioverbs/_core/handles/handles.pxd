@@ -103,11 +103,13 @@ cdef class Context(Handle):
     cdef readonly int async_fd
     cdef readonly int num_comp_vectors
     cdef readonly bint software
-    cdef bint _nonblocking              # whether async_fd was made non-blocking
+    cdef bint _nonblocking              # whether async_fd is non-blocking
+    cdef bint _was_blocking             # whether async_fd was made so here
     cdef object _attributes             # cached device attributes; None if not queried
     cdef dict _ports                    # cached port attributes by port number
 
     cdef int _complete(self) except -1
+    cdef int _make_nonblocking(self) except -1
     cdef str _unreachable_reason(self)
 
 

@@ -26,11 +26,18 @@ def kernel_devices() -> list[str]:
     """Return a sorted list of the names of all RDMA devices that the kernel knows, including devices that this process
     cannot use; an empty list if the kernel's RDMA modules are not loaded.
 
-    :raises VerbsError: the folder of the devices cannot be listed, for example with EMFILE. The error names
-        ``ibv_get_device_list``.
+    :raises VerbsError: as for `device_nodes`.
+    """
+    return _entries(_FOLDER)
+
+
+def _entries(folder: Path) -> list[str]:
+    """Return a sorted list of the names in a folder of sysfs; an empty list if the folder does not exist.
+
+    :raises VerbsError: the folder cannot be listed.
     """
     try:
-        return sorted(os.listdir(_FOLDER))
+        return sorted(os.listdir(folder))
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -69,11 +76,14 @@ def device_nodes(root: Path = Path("/")) -> dict[str, Path]:
     Devices without a device file are left out. The file may be missing or inaccessible here, as in a container.
 
     :param root: root directory of the file system, in which sys and dev are looked up.
+    :raises VerbsError: the folder of the devices cannot be listed, for example with EMFILE. The error names
+        ``ibv_get_device_list``.
     """
     nodes = {}
-    for path in (root / "sys/class/infiniband_verbs").glob("*/ibdev"):
-        with contextlib.suppress(OSError):  # the device was removed in between
-            nodes[os.fsdecode(path.read_bytes().strip())] = root / "dev/infiniband" / path.parent.name
+    folder = root / "sys/class/infiniband_verbs"
+    for name in _entries(folder):
+        with contextlib.suppress(OSError):  # not a device, or removed in between
+            nodes[os.fsdecode((folder / name / "ibdev").read_bytes().strip())] = root / "dev/infiniband" / name
     return nodes
 
 
@@ -82,11 +92,13 @@ def device_numbers(root: Path = Path("/")) -> set[tuple[int, int]]:
     send commands to RDMA devices.
 
     :param root: root directory of the file system, in which sys is looked up.
+    :raises VerbsError: as for `device_nodes`.
     """
     numbers = set()
-    for path in (root / "sys/class/infiniband_verbs").glob("*/dev"):
-        with contextlib.suppress(OSError, ValueError):  # the device was removed in between
-            major, minor = path.read_text().split(":")
+    folder = root / "sys/class/infiniband_verbs"
+    for name in _entries(folder):
+        with contextlib.suppress(OSError, ValueError):  # not a device, or removed in between
+            major, minor = (folder / name / "dev").read_text().split(":")
             numbers.add((int(major), int(minor)))
     return numbers
 
@@ -141,7 +153,8 @@ def check_node(verb: str, node: Path) -> None:
         or EMFILE.
     """
     number = try_open(node)
+    if number in (errno.EACCES, errno.EPERM):
+        advice = f"this process may not open {node}: check its permissions and run `aioverbs doctor`"
+        raise VerbsError(verb, number, advice)
     if number not in (0, errno.ENOENT):
-        raise VerbsError(
-            verb, number, f"this process cannot open {node}: check its permissions and run `aioverbs doctor`"
-        )
+        raise VerbsError(verb, number)

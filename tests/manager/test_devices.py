@@ -434,6 +434,36 @@ async def test_the_error_is_that_of_opening_the_device_file(
     assert message == f"opening the software device soft0: mlx5_7 cannot be used: {caught.value}"
 
 
+@pytest.mark.parametrize(
+    ("number", "text"), [(errno.EMFILE, "raise `ulimit -n`"), (errno.EIO, "the device is gone or broken")]
+)
+def test_a_device_file_that_fails_for_a_reason_other_than_permissions(
+    unopened: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, number: int, text: str
+) -> None:
+    monkeypatch.setattr(sysfs, "device_nodes", lambda: {"mlx5_7": Path("/dev/infiniband/uverbs7")})
+    monkeypatch.setattr(sysfs, "try_open", lambda path: number)
+    with pytest.raises(VerbsError, match=text) as caught:
+        hardware.open_context("mlx5_7")
+    assert caught.value.errno == number
+    assert "permissions" not in str(caught.value)
+
+
+def test_device_files_that_cannot_be_listed(
+    unopened: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On every Python it is a VerbsError: `Path.glob` of some raises OSError, that of others finds nothing."""
+
+    def fail(folder: Path) -> list[str]:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    (tmp_path / "sys/class/infiniband_verbs").mkdir(parents=True)
+    monkeypatch.setattr(os, "listdir", fail)
+    monkeypatch.setattr(os, "scandir", fail)
+    for call in (lambda: hardware.open_context("mlx5_7"), lambda: sysfs.device_nodes(tmp_path), sysfs.device_numbers):
+        with pytest.raises(VerbsError, match=r"ibv_get_device_list failed: EMFILE .*raise `ulimit -n`"):
+            call()
+
+
 @pytest.mark.parametrize("number", [0, errno.ENOENT])
 async def test_the_error_of_the_verb_stays_when_the_device_file_opens_or_is_missing(
     unopened: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, number: int

@@ -123,12 +123,19 @@ def _install(machine: Machine, library: str, commands: dict[str, str] = _INSTALL
 
 
 def _software(machine: Machine) -> Iterator[Finding]:
-    """Yield one `Finding` of severity ERROR if the probe process crashed, or libibverbs is too old, cannot be loaded or
-    cannot list the devices; otherwise nothing.
+    """Yield one `Finding` of severity ERROR if aioverbs is broken or the probe process crashed, or if libibverbs is too
+    old, cannot be loaded or cannot list the devices; otherwise nothing.
     """
     libibverbs = machine.probe.libibverbs
-    if machine.probe.crash is not None:
-        details = "".join(f"; its last line: {line}" for line in machine.probe.warnings[-1:])
+    details = "".join(f"; its last line: {line}" for line in machine.probe.warnings[-1:])
+    if machine.probe.broken:
+        yield _error(
+            "aioverbs-broken",
+            "system",
+            f"aioverbs itself does not work: the process that tests libibverbs {machine.probe.crash}{details}",
+            "pip install --force-reinstall --no-deps aioverbs",
+        )
+    elif machine.probe.crash is not None:
         yield _error(
             "libraries-crash",
             "system",

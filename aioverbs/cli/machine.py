@@ -144,6 +144,8 @@ class Probe:
     :param warnings: lines that the libraries wrote to standard error.
     :param crash: None if the process ended normally; otherwise text that says how it ended. In this case, all other
         results except `warnings` are unknown and have their default values.
+    :param broken: whether the process ended with a status other than 0, so that the reason is an exception in aioverbs,
+        not a library that crashed.
     :param optimized: whether the compiled core was compiled with optimization.
     :param ways: ways by which the software device reaches another process; None if that was not tried.
     """
@@ -154,6 +156,7 @@ class Probe:
     trials: dict[str, Trial] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     crash: str | None = None
+    broken: bool = False
     optimized: bool = True
     list_problem: str | None = None
     ways: Ways | None = None
@@ -218,8 +221,8 @@ def probe() -> Probe:
     except subprocess.TimeoutExpired:
         return Probe(crash=f"did not end within {duration(_PROBE_S)}")
     warnings = tuple(done.stderr.strip().splitlines())
-    if done.returncode:
-        return Probe(warnings=warnings, crash=f"ended with status {done.returncode}")
+    if done.returncode:  # that of a signal is negative
+        return Probe(warnings=warnings, crash=f"ended with status {done.returncode}", broken=done.returncode > 0)
     return parse_probe(done.stdout, warnings)
 
 

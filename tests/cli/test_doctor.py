@@ -5,6 +5,7 @@ import errno
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -186,20 +187,27 @@ class TestProbe:
         assert found.list_problem.startswith("ibv_get_device_list failed: EPERM")
 
     @pytest.mark.parametrize(
-        ("script", "crash", "warnings"),
+        ("script", "crash", "broken", "warnings"),
         [
             (
                 "echo trouble >&2; kill -KILL $$",
                 "ended with status -9",
+                False,
                 ("trouble",),
             ),  # a sanitizer cannot intercept SIGKILL
-            ("exit 3", "ended with status 3", ()),
-            (r"printf '\377 trouble\n' >&2; exit 3", "ended with status 3", ("\ufffd trouble",)),
-            ("exec sleep 30", "did not end within 200 ms", ()),
+            ("exit 3", "ended with status 3", True, ()),
+            (r"printf '\377 trouble\n' >&2; exit 3", "ended with status 3", True, ("\ufffd trouble",)),
+            ("exec sleep 30", "did not end within 200 ms", False, ()),
         ],
     )
     def test_a_crash_is_reported(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, crash: str, warnings: tuple[str, ...]
+        self,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        script: str,
+        crash: str,
+        broken: bool,
+        warnings: tuple[str, ...],
     ) -> None:
         python = tmp_path / "python"
         python.write_text(f"#!/bin/sh\n{script}\n")
@@ -208,7 +216,7 @@ class TestProbe:
         if "sleep" in script:
             monkeypatch.setattr(machine, "_PROBE_S", 0.2)
         found = machine.probe()
-        assert (found.crash, found.warnings) == (crash, warnings)
+        assert (found.crash, found.broken, found.warnings) == (crash, broken, warnings)
 
 
 def test_doctor_works_without_the_compiled_core() -> None:
@@ -223,6 +231,26 @@ def test_doctor_works_without_the_compiled_core() -> None:
         assert done.returncode in statuses
         assert done.stderr.count("\n") == (1 if arguments == ["devices"] else 0)
         assert ("aioverbs._core.handles.handles" in done.stderr) == (arguments == ["devices"])
+
+
+def test_an_installation_without_the_compiled_core_is_found(tmp_path: Path) -> None:
+    def compiled_core(folder: str, names: list[str]) -> list[str]:
+        return [name for name in names if name.startswith("handles.") and name.endswith(".so")]
+
+    shutil.copytree(Path(handles.__file__).parents[2], tmp_path / "aioverbs", ignore=compiled_core)
+    path = [str(tmp_path), *filter(None, sys.path)]
+    code = "from aioverbs.cli.main import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code, "doctor", "--json"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    (finding,) = (each for each in json.loads(done.stdout)["findings"] if each["code"] == "aioverbs-broken")
+    assert "ModuleNotFoundError: No module named 'aioverbs._core.handles.handles'" in finding["message"]
+    assert finding["commands"] == ["pip install --force-reinstall --no-deps aioverbs"]
+    assert "libibverbs1" not in done.stdout
 
 
 def test_importing_aioverbs_does_not_import_click() -> None:

@@ -20,6 +20,8 @@ _PACKAGES = {
 _INSTALL = {"apt-get": "sudo apt-get install", "dnf": "sudo dnf install"}
 _REINSTALL = {"apt-get": "sudo apt-get install --reinstall", "dnf": "sudo dnf reinstall"}
 _FAMILIES = {"apt-get": "Debian, Ubuntu", "dnf": "Fedora, RHEL"}
+_TOO_OLD = "is older than rdma-core 44"
+_NEWER = "use a newer release of the distribution, or remove an old copy that hides the distribution's own"
 
 
 class Severity(enum.Enum):
@@ -143,13 +145,8 @@ def _software(machine: Machine) -> Iterator[Finding]:
             *_install(machine, "libibverbs", _REINSTALL),
         )
     elif libibverbs.outdated:
-        yield _error(
-            "libibverbs-old",
-            "system",
-            f"{libibverbs.path or 'libibverbs'}, which drives all RDMA devices, is older than rdma-core 44:"
-            f" {libibverbs.problem}",
-            hint="use a newer release of the distribution, or remove an old copy that hides the distribution's own",
-        )
+        message = f"{libibverbs.path or 'libibverbs'}, which drives all RDMA devices, {_TOO_OLD}: {libibverbs.problem}"
+        yield _error("libibverbs-old", "system", message, hint=_NEWER)
     elif libibverbs.problem is not None:
         yield _error(
             "libibverbs-missing",
@@ -253,16 +250,20 @@ def _optimization(machine: Machine) -> Iterator[Finding]:
 
 
 def _connection_manager(machine: Machine) -> Iterator[Finding]:
-    """Yield a `Finding` of severity WARNING if librdmacm cannot be loaded, and another one if its device file cannot be
-    opened. Yield nothing if there is no RDMA device, or if the probe process crashed.
+    """Yield a `Finding` of severity WARNING if librdmacm is too old or cannot be loaded, and another one if its device
+    file cannot be opened. Yield nothing if there is no RDMA device, or if the probe process crashed.
     """
     if not machine.devices or machine.probe.crash is not None:
         return
-    if machine.probe.librdmacm.problem is not None:
+    librdmacm = machine.probe.librdmacm
+    if librdmacm.outdated:
+        message = f"{librdmacm.path or 'librdmacm'}, which connects by IP address, {_TOO_OLD}: {librdmacm.problem}"
+        yield _warning("librdmacm-old", "system", message, hint=_NEWER)
+    elif librdmacm.problem is not None:
         yield _warning(
             "librdmacm-missing",
             "system",
-            f"librdmacm, which connects by IP address, cannot be loaded: {machine.probe.librdmacm.problem}",
+            f"librdmacm, which connects by IP address, cannot be loaded: {librdmacm.problem}",
             *_install(machine, "librdmacm"),
         )
     if machine.rdma_cm in (errno.ENOENT, errno.ENXIO, errno.ENODEV):

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from aioverbs._core.handles.handles import is_optimized
+from aioverbs._core.handles.rdma_cm import load_librdmacm
 from aioverbs._providers import hardware
 from aioverbs._verbs.device import open_device
 from aioverbs.attributes import QpCapabilities
@@ -96,6 +97,11 @@ def main() -> None:
             libraries["libibverbs"] |= {"problem": error.reason, "outdated": error.outdated}
         except VerbsError as error:
             list_problem = str(error)
+    if "problem" not in libraries["librdmacm"]:
+        try:
+            load_librdmacm()
+        except LibraryNotFoundError as error:
+            libraries["librdmacm"] |= {"problem": error.reason, "outdated": error.outdated}
     trials = {name: _try(name) for name in listed}
     found = {**libraries, "listed": listed, "trials": trials, "optimized": is_optimized()}
     found |= {"list_problem": list_problem, "ways": _ways()}

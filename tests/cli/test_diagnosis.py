@@ -64,6 +64,11 @@ def no_librdmacm(tree: Tree) -> None:
     tree.probe = replace(tree.probe, librdmacm=Library(problem="no such file"))
 
 
+def old_librdmacm(tree: Tree) -> None:
+    problem = Library("/opt/librdmacm.so.1", "1.2", "undefined symbol: rdma_establish", outdated=True)
+    tree.probe = replace(tree.probe, librdmacm=problem)
+
+
 def refused(name: str, number: int, *, container: bool = False) -> Callable[[Tree], None]:
     def change(tree: Tree) -> None:
         tree.refused[name] = number
@@ -109,6 +114,7 @@ CHANGES = [
     (old_libibverbs, "libibverbs-old", "system", True, "/opt/libibverbs.so.1, which drives all", None),
     (crash, "libraries-crash", "system", True, "status -11; its last line: a last word", "--reinstall libibverbs1"),
     (no_librdmacm, "librdmacm-missing", "system", False, "no such file", "install librdmacm1"),
+    (old_librdmacm, "librdmacm-old", "system", False, "/opt/librdmacm.so.1, which connects", None),
     (not_optimized, "not-optimized", "system", False, "CFLAGS", "env -u CFLAGS pip install"),
     (remove("dev/infiniband/rdma_cm"), "rdma-cm-missing", "system", False, "", "modprobe rdma_ucm"),
     (refused("rdma_cm", errno.EACCES), "rdma-cm-permission", "system", False, "Permission denied", "chmod 666"),

@@ -164,11 +164,29 @@ class TestProbe:
 
         monkeypatch.setattr(probe, "_library", lambda name: {"path": name, "version": "30.0"})
         monkeypatch.setattr(hardware, "listed", lacks)
+        monkeypatch.setattr(probe, "load_librdmacm", lambda: None)
         probe.main()
         found = machine.parse_probe(capsys.readouterr().out)
         problem = "undefined symbol: ibv_reg_mr"
         assert found.libibverbs == machine.Library("libibverbs.so.1", "30.0", problem, outdated=True)
         assert (found.librdmacm.problem, found.listed, found.trials) == (None, (), {})
+
+    def test_a_librdmacm_that_lacks_a_function(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level(logging.WARNING, "aioverbs")  # also restores the level, which the probe changes
+
+        def lacks() -> None:
+            raise LibraryNotFoundError("librdmacm.so.1", "undefined symbol: rdma_establish", outdated=True)
+
+        monkeypatch.setattr(probe, "_library", lambda name: {"path": name, "version": "30.0"})
+        monkeypatch.setattr(hardware, "listed", list)
+        monkeypatch.setattr(probe, "load_librdmacm", lacks)
+        probe.main()
+        found = machine.parse_probe(capsys.readouterr().out)
+        problem = "undefined symbol: rdma_establish"
+        assert found.librdmacm == machine.Library("librdmacm.so.1", "30.0", problem, outdated=True)
+        assert found.libibverbs.problem is None
 
     def test_a_failure_to_list_the_devices(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture

@@ -7,9 +7,11 @@ import asyncio
 import ctypes
 import json
 import logging
+import os
 import re
 import sys
 from pathlib import Path
+from typing import TextIO
 
 from aioverbs._core.handles.handles import is_optimized
 from aioverbs._core.handles.rdma_cm import load_librdmacm
@@ -81,10 +83,11 @@ def _ways() -> dict[str, str | bool]:
         return {"problem": str(error) or type(error).__name__}
 
 
-def main() -> None:
-    """Test the libraries and the devices, then print the results as one JSON object on standard output.
+def main(out: TextIO) -> None:
+    """Test the libraries and the devices, then write the results as one JSON object.
 
-    :raises OSError: standard output cannot be written.
+    :param out: file to write to.
+    :raises OSError: the file cannot be written.
     """
     logging.getLogger("aioverbs").setLevel(logging.ERROR)  # warnings about emulated domains are not a result
     libraries = {name: _library(f"{name}.so.1") for name in ("libibverbs", "librdmacm")}
@@ -105,8 +108,10 @@ def main() -> None:
     trials = {name: _try(name) for name in listed}
     found = {**libraries, "listed": listed, "trials": trials, "optimized": is_optimized()}
     found |= {"list_problem": list_problem, "ways": _ways()}
-    json.dump(found, sys.stdout)
+    json.dump(found, out)
 
 
 if __name__ == "__main__":
-    main()
+    with os.fdopen(os.dup(sys.stdout.fileno()), "w") as out:
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # where lines go that a library prints
+        main(out)

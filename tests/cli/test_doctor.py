@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import io
 import json
 import logging
 import os
@@ -138,6 +139,18 @@ class TestProbe:
         assert found.libibverbs.problem == problem
         assert problem is not None or Path(found.libibverbs.path or "").is_file()
 
+    def test_a_library_that_prints(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Lines that they print, by C or by Python, are no part of the result."""
+        (tmp_path / "sitecustomize.py").write_text(
+            "import atexit, ctypes\n"
+            "atexit.register(print, 'from Python')\n"
+            "atexit.register(ctypes.CDLL(None).puts, b'from C')\n"
+        )
+        monkeypatch.syspath_prepend(tmp_path)
+        found = machine.probe()
+        assert found.crash is None
+        assert {"from Python", "from C"} <= set(found.warnings)
+
     @pytest.mark.parametrize("works", [True, False])
     def test_ways_to_other_processes(self, monkeypatch: pytest.MonkeyPatch, works: bool) -> None:
         monkeypatch.setenv("AIOVERBS_SOFT_RINGS", str(int(works)))
@@ -155,7 +168,7 @@ class TestProbe:
             asyncio.run(local_peer.find_ways())
 
     def test_a_libibverbs_that_lacks_a_verb(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         caplog.set_level(logging.WARNING, "aioverbs")  # also restores the level, which the probe changes
 
@@ -165,14 +178,15 @@ class TestProbe:
         monkeypatch.setattr(probe, "_library", lambda name: {"path": name, "version": "30.0"})
         monkeypatch.setattr(hardware, "listed", lacks)
         monkeypatch.setattr(probe, "load_librdmacm", lambda: None)
-        probe.main()
-        found = machine.parse_probe(capsys.readouterr().out)
+        out = io.StringIO()
+        probe.main(out)
+        found = machine.parse_probe(out.getvalue())
         problem = "undefined symbol: ibv_reg_mr"
         assert found.libibverbs == machine.Library("libibverbs.so.1", "30.0", problem, outdated=True)
         assert (found.librdmacm.problem, found.listed, found.trials) == (None, (), {})
 
     def test_a_librdmacm_that_lacks_a_function(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         caplog.set_level(logging.WARNING, "aioverbs")  # also restores the level, which the probe changes
 
@@ -182,14 +196,15 @@ class TestProbe:
         monkeypatch.setattr(probe, "_library", lambda name: {"path": name, "version": "30.0"})
         monkeypatch.setattr(hardware, "listed", list)
         monkeypatch.setattr(probe, "load_librdmacm", lacks)
-        probe.main()
-        found = machine.parse_probe(capsys.readouterr().out)
+        out = io.StringIO()
+        probe.main(out)
+        found = machine.parse_probe(out.getvalue())
         problem = "undefined symbol: rdma_establish"
         assert found.librdmacm == machine.Library("librdmacm.so.1", "30.0", problem, outdated=True)
         assert found.libibverbs.problem is None
 
     def test_a_failure_to_list_the_devices(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         caplog.set_level(logging.WARNING, "aioverbs")  # also restores the level, which the probe changes
 
@@ -198,8 +213,9 @@ class TestProbe:
 
         monkeypatch.setattr(probe, "_library", lambda name: {"path": name, "version": "30.0"})
         monkeypatch.setattr(hardware, "listed", fail)
-        probe.main()
-        found = machine.parse_probe(capsys.readouterr().out)
+        out = io.StringIO()
+        probe.main(out)
+        found = machine.parse_probe(out.getvalue())
         assert (found.crash, found.libibverbs.problem, found.listed) == (None, None, ())
         assert found.list_problem is not None
         assert found.list_problem.startswith("ibv_get_device_list failed: EPERM")

@@ -616,7 +616,7 @@ def open_device(
         software device, is invalid.
     :raises VerbsError: on opening: ``ibv_open_device`` failed; or a software device cannot accept connections at its
         address, for example with EADDRINUSE, or its host name cannot be resolved; or, while looking for an active port,
-        no descriptor was left (EMFILE), or an RDMA device could be opened but not closed again.
+        no descriptor was left (EMFILE).
     """
     return Device(name, max_native_thread_domains, execution, delay_ns)
 
@@ -624,7 +624,7 @@ def open_device(
 def default_name() -> str:
     """Return the name of the device that `open_device` opens if no name is given.
 
-    :raises VerbsError: no descriptor is left (EMFILE), or an RDMA device could be opened but not closed again.
+    :raises VerbsError: no descriptor is left (EMFILE).
     """
     return os.environ.get("AIOVERBS_DEVICE") or _first_active()
 
@@ -635,7 +635,7 @@ def _first_active() -> str:
     If there is none, return the name of the software device. If there is a device that cannot be used, log a warning
     that says why; a machine without RDMA devices is nothing to warn of, so the message is informational then.
 
-    :raises VerbsError: no descriptor is left (EMFILE), or an RDMA device could be opened but not closed again.
+    :raises VerbsError: no descriptor is left (EMFILE).
     """
     reasons = []
     try:
@@ -645,15 +645,30 @@ def _first_active() -> str:
         if kernel_devices():  # without a kernel device, installing the libraries would not help
             reasons.append(str(error))
     for name in names:
-        found = _query_info(name)
-        if found.active:
-            return name
-        why = f"{name} cannot be used: {found.problem}" if found.problem else f"no port of {name} is active"
-        reasons.append(why)
+        try:
+            if _has_active_port(name):
+                return name
+            reasons.append(f"no port of {name} is active")
+        except (OSError, DeviceNotFoundError) as error:  # NotFound: removed after being listed
+            reasons.append(f"{name} cannot be used: {error}")
     (fallback,) = software.names()
     level = logging.WARNING if reasons else logging.INFO
     logger.log(level, "opening the software device %s: %s", fallback, "; ".join(reasons) or "there is no RDMA device")
     return fallback
+
+
+def _has_active_port(name: str) -> bool:
+    """Open an RDMA device briefly, and return whether at least one of its ports is in the state ACTIVE.
+
+    :raises VerbsError: the device cannot be opened, queried or closed again.
+    :raises DeviceNotFoundError: there is no device with that name.
+    """
+    context = _open_context(name)
+    try:
+        numbers = range(1, context.attributes.phys_port_cnt + 1)
+        return any(context.query_port(number).state is PortState.ACTIVE for number in numbers)
+    finally:
+        context.destroy()
 
 
 def open_arguments(device: Device) -> tuple[Execution, int, int | None]:

@@ -162,6 +162,17 @@ async def test_a_device_that_cannot_be_queried_does_not_hide_the_others(
     assert handles.open_handles() == before
 
 
+def test_choosing_the_default_device_creates_nothing_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise AssertionError("ports are queried without protection domains")
+
+    monkeypatch.setattr(hardware, "names", lambda: ["mlx5_7"])
+    monkeypatch.setattr(hardware, "open_context", lambda name: software.Context.open())
+    monkeypatch.setattr(handles, "ProtectionDomain", fail)
+    monkeypatch.delenv("AIOVERBS_DEVICE", raising=False)
+    assert default_name() == "mlx5_7"
+
+
 async def test_falling_back_without_a_device_is_informational(
     no_hardware: None, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -155,7 +155,14 @@ def _software(machine: Machine) -> Iterator[Finding]:
             *_install(machine, "libibverbs"),
         )
     elif machine.probe.list_problem is not None:
-        yield _error("list", "system", f"libibverbs cannot list the RDMA devices: {machine.probe.list_problem}")
+        yield _error(
+            "list",
+            "system",
+            f"libibverbs cannot list the RDMA devices: {machine.probe.list_problem}",
+            "strace -f -e trace=openat,socket aioverbs devices",
+            hint="the last call before the error tells what the system refuses; in a container, its security profile"
+            " may do so",
+        )
 
 
 # ---- Kernel

@@ -345,10 +345,17 @@ def _memlock(root: Path) -> int | None:
     this process, or if it is unknown.
     """
     for line in _text(root / "proc/self/status").splitlines():
-        if line.startswith("CapEff:") and int(line.split()[1], 16) >> _CAP_IPC_LOCK & 1:
+        if line.startswith("CapEff:") and int(line.split()[1], 16) >> _CAP_IPC_LOCK & 1 and _is_initial_user(root):
             return None  # CAP_IPC_LOCK lifts the limit
     found = re.search(r"^Max locked memory +(\d+)", _text(root / "proc/self/limits"), re.MULTILINE)
     return int(found[1]) if found else None
+
+
+def _is_initial_user(root: Path) -> bool:
+    """Return whether this process is in the initial user namespace, whose capabilities the kernel looks at when memory
+    is locked: those of a container without root privileges do not count. True if this is unknown.
+    """
+    return _text(root / "proc/self/uid_map").split() in ([], ["0", "0", "4294967295"])
 
 
 def _loadable(folder: Path) -> frozenset[str] | None:

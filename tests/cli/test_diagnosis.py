@@ -227,6 +227,16 @@ def test_cap_ipc_lock_lifts_the_memlock_limit(tree: Tree) -> None:
     assert diagnose(tree.inspect()).findings == ()
 
 
+@pytest.mark.parametrize(("uid_map", "lifts"), [("0 0 4294967295", True), ("0 1000 1\n1 100000 65536", False)])
+def test_cap_ipc_lock_of_another_user_namespace_lifts_nothing(tree: Tree, uid_map: str, lifts: bool) -> None:
+    """A container without root privileges has all capabilities in its own namespace; the kernel looks at the first."""
+    tree.device()
+    limited(tree)
+    tree.write("proc/self/status", ROOT_STATUS)
+    tree.write("proc/self/uid_map", uid_map)
+    assert [each.code for each in diagnose(tree.inspect()).findings] == ([] if lifts else ["memlock"])
+
+
 @pytest.mark.parametrize(
     ("port", "code", "severity", "message", "command"),
     [
@@ -375,6 +385,8 @@ def test_devices_that_cannot_be_listed_are_no_crash_and_no_missing_provider(tree
     finding = the_finding(diagnosis)
     assert (finding.code, finding.subject, finding.severity) == ("list", "system", Severity.ERROR)
     assert finding.message == "libibverbs cannot list the RDMA devices: ibv_get_device_list failed: EPERM"
+    assert finding.commands == ("strace -f -e trace=openat,socket aioverbs devices",)
+    assert finding.hint is not None
     assert diagnosis.unusable == ("rxe0",)
 
 

@@ -26,6 +26,7 @@ __all__ = [
 ]
 
 _KINDS = frozenset(GidType)
+_MOST_ENTRIES = 0xFFFF // 32  # GIDs in one answer of the kernel, whose length has 16 bits
 
 
 def names() -> list[str]:
@@ -102,7 +103,7 @@ def _unlisted(name: str) -> str:
 
 def gid_table(context: handles.Context, port: int) -> list[Gid]:
     """Return the GIDs of a port with their indexes and types (``ibv_query_gid_table``). If libibverbs lacks this verb,
-    read them from the kernel's files.
+    or the tables of all ports together are too long for it, read them from the kernel's files.
 
     :param context: context of an RDMA device.
     :param port: number of a port that the device has.
@@ -118,7 +119,7 @@ def gid_table(context: handles.Context, port: int) -> list[Gid]:
     try:
         found = context.query_gid_table(max_entries)
     except VerbsError as error:
-        if error.errno != errno.EOPNOTSUPP:
+        if error.errno != errno.EOPNOTSUPP and not (error.errno == errno.EINVAL and max_entries > _MOST_ENTRIES):
             raise
         return sysfs.gid_table(context.name, port)
     return [Gid(index, gid, GidType(kind)) for number, index, gid, kind in found if number == port and kind in _KINDS]

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import ipaddress
 import os
 from pathlib import Path
 
@@ -114,18 +115,30 @@ def gid_table(name: str, port: int) -> list[Gid]:
     """
     folder = _FOLDER / name / "ports" / str(port)
     try:
-        roce_v1 = (folder / "link_layer").read_text().strip() == "Ethernet"
-        indexes = sorted(int(path.name) for path in (folder / "gids").iterdir())
+        default = GidType.ROCE_V1 if (folder / "link_layer").read_text().strip() == "Ethernet" else GidType.IB
+        indexes = sorted(int(each) for each in os.listdir(folder / "gids") if each.isdecimal())
     except OSError as error:
         raise VerbsError("ibv_query_gid_table", error.errno or errno.EIO) from error
     found = []
     for index in indexes:
-        with contextlib.suppress(OSError):  # an empty entry has no type, and with some drivers no GID
-            gid = bytes.fromhex((folder / "gids" / str(index)).read_text().replace(":", ""))
-            kind = (folder / "gid_attrs/types" / str(index)).read_text().strip()
-            known = GidType.ROCE_V2 if kind == "RoCE v2" else GidType.ROCE_V1 if roce_v1 else GidType.IB
-            found.append(Gid(index, gid, known))
-    return [each for each in found if any(each.gid)]
+        with contextlib.suppress(OSError, ValueError):  # some drivers have no GID in an empty entry
+            gid = ipaddress.IPv6Address((folder / "gids" / str(index)).read_text().strip()).packed
+            if any(gid):
+                found.append(Gid(index, gid, _gid_type(folder / "gid_attrs/types" / str(index)) or default))
+    return found
+
+
+def _gid_type(path: Path) -> GidType | None:
+    """Return the type of a GID, from the kernel's file about it; None for the type that ports have without such files.
+
+    These are ports of older kernels, and InfiniBand ports of kernels that fail with EINVAL.
+    """
+    try:
+        return GidType.ROCE_V2 if path.read_text().strip() == "RoCE v2" else None
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOENT):
+            raise
+        return None
 
 
 def try_open(path: Path) -> int:

@@ -167,6 +167,45 @@ def test_without_the_verb_the_table_is_read_from_the_kernels_files(
         gid_table(context, 1)
 
 
+def test_tables_that_are_too_long_for_the_verb(
+    fake: FakePortsContext, context: handles.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel's answer has a length of 16 bits; libibverbs refuses to ask for more with EINVAL."""
+    fake.error = VerbsError("ibv_query_gid_table", errno.EINVAL)
+    found = table((V2, IPV4))
+    monkeypatch.setattr(sysfs, "gid_table", lambda name, port: found)
+    fake.entries_of_port = 682
+    with pytest.raises(VerbsError, match="EINVAL"):
+        gid_table(context, 1)
+    fake.entries_of_port = 683
+    assert (gid_table(context, 1), fake.asked) == (found, 2049)
+
+
+@pytest.mark.parametrize(("link_layer", "kind"), [("Ethernet", V1), ("InfiniBand", GidType.IB)])
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOENT])
+def test_kernels_without_types_of_gids(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, link_layer: str, kind: GidType, number: int
+) -> None:
+    """Reading the type of a GID of InfiniBand fails with EINVAL in old kernels; older ones have no such files."""
+
+    def read_text(path: Path) -> str:
+        if "types" in path.parts:
+            raise OSError(number, "no type")
+        return known(path)
+
+    known = Path.read_text
+    monkeypatch.setattr(sysfs, "_FOLDER", tmp_path)
+    folder = tmp_path / "mlx4_0/ports/1"
+    (folder / "gids").mkdir(parents=True)
+    (folder / "link_layer").write_text(f"{link_layer}\n")
+    texts = ("fe80:0000:0000:0000:0000:0000:0000:0001", ":".join(["0000"] * 8), "no GID", "fe80", "")
+    for index, text in enumerate(texts):
+        (folder / "gids" / str(index)).write_text(f"{text}\n")
+    (folder / "gids/power").mkdir()
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert sysfs.gid_table("mlx4_0", 1) == [Gid(0, ipaddress.IPv6Address("fe80::1").packed, kind)]
+
+
 @pytest.mark.parametrize("port", [0, 3, -1, 256])
 async def test_the_gid_table_of_a_missing_port_is_the_same_error_everywhere(
     context: handles.Context, device: Device, port: int

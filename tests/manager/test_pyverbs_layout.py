@@ -3,12 +3,14 @@
 import ctypes
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from aioverbs import Device, ResourceState
 from aioverbs._core.handles import pyverbs_bridge
+from tests.core.children import in_child
 from tests.core.contexts import opened
 from tests.manager.pyverbs_objects import laid_out
 
@@ -54,3 +56,31 @@ async def test_a_context_of_another_layout_is_refused(monkeypatch: pytest.Monkey
         await device.open()
     assert device.state is ResourceState.NEW
     assert context.pointer == 0xDEAD000
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "words", "capsule"),
+    [
+        ("pyverbs.device", "Context", 4, pyverbs_bridge.context_capsule),
+        ("pyverbs.pd", "PD", 4, pyverbs_bridge.pd_capsule),
+        ("pyverbs.mr", "MR", 6, pyverbs_bridge.mr_capsule),
+    ],
+)
+@pytest.mark.parametrize("number", [1, 0xDEAD000, (1 << 64) - 8])
+def test_a_number_in_the_place_of_the_pointer_is_refused(
+    monkeypatch: pytest.MonkeyPatch, module: str, name: str, words: int, capsule: Callable[[Any], object], number: int
+) -> None:
+    """A later pyverbs may have another field there."""
+    attributes = {"name": "mlx5_9", "handle": 1, "lkey": 1, "rkey": 1, "length": 1}
+    kind = type(name, (laid_out(words),), attributes)
+    pyverbs: Any = types.ModuleType(module)
+    pyverbs.__dict__.update({name: kind, "ParentDomain": type("ParentDomain", (), {})})
+    monkeypatch.setitem(sys.modules, module, pyverbs)
+    theirs: Any = kind()
+    theirs.pointer = number
+
+    def adopt() -> None:
+        with pytest.raises(RuntimeError, match="point"):
+            capsule(theirs)
+
+    in_child(adopt)

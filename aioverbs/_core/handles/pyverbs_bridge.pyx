@@ -2,10 +2,10 @@
 """Access to the C pointers of pyverbs objects.
 
 pyverbs ships no Cython declarations, and its Python properties for these pointers corrupt them. In all pyverbs objects,
-the pointer follows a common head. This module checks the object's layout, reads the pointer there, and then compares
-the object that the pointer refers to with the pyverbs object's attributes. The result is a capsule that contains the
-address of the pointer; pyverbs stores NULL there when the object is closed. This module does not import pyverbs: code
-that has a pyverbs object has imported it.
+the pointer follows a common head. This module checks the object's layout, reads the pointer there, checks that there is
+memory at its address, and then compares the object that it refers to with the pyverbs object's attributes. The result
+is a capsule that contains the address of the pointer; pyverbs stores NULL there when the object is closed. This module
+does not import pyverbs: code that has a pyverbs object has imported it.
 """
 
 import os
@@ -13,6 +13,7 @@ import sys
 
 from cpython.object cimport PyObject
 from cpython.pycapsule cimport PyCapsule_New
+from posix.unistd cimport write
 
 from aioverbs._core.abi.libibverbs cimport ibv_context, ibv_mr, ibv_pd
 
@@ -60,9 +61,13 @@ def context_capsule(context):
     pointer = <ibv_context *>place[0]
     if pointer == NULL:
         raise ValueError("the pyverbs context is closed")
-    # Check the object behind the pointer: libibverbs' mark of an extended context, and the device's name,
-    # which is bytes or str, depending on the version of pyverbs.
-    if <size_t>pointer.abi_compat != <size_t>-1 or os.fsdecode(pointer.device.name) != os.fsdecode(context.name):
+    # Check the object behind the pointer: libibverbs' mark of an extended context, and the device's name, which is
+    # bytes or str, depending on the version of pyverbs.
+    if (
+        not _is_memory(pointer, sizeof(pointer[0])) or <size_t>pointer.abi_compat != <size_t>-1
+        or not _is_memory(pointer.device, sizeof(pointer.device[0]))
+        or os.fsdecode(pointer.device.name) != os.fsdecode(context.name)
+    ):
         raise RuntimeError("this pyverbs context does not point to the context of its device")
     return PyCapsule_New(place, "ibv_context *", NULL)
 
@@ -83,7 +88,7 @@ def pd_capsule(pd):
     place = &(<aioverbs_pyverbs_object *><void *>pd).pointer
     if place[0] == NULL:  # if it is closed, its attributes must not be read
         raise ValueError("the pyverbs protection domain is closed")
-    if (<ibv_pd *>place[0]).handle != pd.handle:
+    if not _is_memory(place[0], sizeof(ibv_pd)) or (<ibv_pd *>place[0]).handle != pd.handle:
         raise RuntimeError("this pyverbs protection domain points to another one")
     return PyCapsule_New(place, "ibv_pd *", NULL)
 
@@ -104,7 +109,10 @@ def mr_capsule(mr):
     pointer = <ibv_mr *>region.pointer
     if pointer == NULL:  # if it is closed, its attributes must not be read
         raise ValueError("the pyverbs memory region is closed")
-    if (pointer.lkey, pointer.rkey, pointer.length) != (mr.lkey, mr.rkey, mr.length):
+    if (
+        not _is_memory(pointer, sizeof(pointer[0]))
+        or (pointer.lkey, pointer.rkey, pointer.length) != (mr.lkey, mr.rkey, mr.length)
+    ):
         raise RuntimeError("this pyverbs memory region points to another one")
     return PyCapsule_New(&region.pointer, "ibv_mr *", NULL)
 
@@ -121,3 +129,14 @@ cdef int _check_layout(thing, str module, str name, size_t size) except -1:
             f"(weak references at {kind.__weakrefoffset__}, size {kind.__basicsize__}): aioverbs supports 44 to 65"
         )
     return 0
+
+
+cdef bint _is_memory(const void *place, size_t size) except -1:
+    # Whether this process can read `size` bytes at `place`: in an object of an unknown layout, any number can be where
+    # the pointer is expected. The kernel refuses to copy what cannot be read.
+    reading, writing = os.pipe()
+    try:
+        return write(writing, place, size) == <ssize_t>size
+    finally:
+        os.close(reading)
+        os.close(writing)

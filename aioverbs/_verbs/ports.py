@@ -13,8 +13,7 @@ _MAX_GIDS = 1 << 8  # range of ``sgid_index`` in ``ibv_global_route``
 def gid_table(context: handles.Context, port: int) -> list[Gid]:
     """Query the GID table of a port (``ibv_query_gid_table``) and return it as a list of `Gid`.
 
-    If the port does not exist, an RDMA device returns an empty list, and a software device raises `VerbsError`.
-
+    :raises ValueError: the port does not exist.
     :raises VerbsError: the verb failed.
     """
     check_port(context, port)

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from aioverbs import open_device
+from aioverbs import VerbsError, open_device
 from aioverbs.rdma_cm import Channel
 from tests.rdma.cm import address_of, free_port
 from tests.rdma.seam import rdma_devices
@@ -77,6 +77,20 @@ async def test_verbs_of_libibverbs_accept_the_pointers() -> None:
         assert channel is not None
         fields = IbvCompChannel.from_address(channel.verbs_pointer)
         assert (fields.context, fields.fd) == (device.handle.verbs_pointer, channel.fileno())
+
+
+async def test_a_protection_domain_with_memory_of_the_user_does_not_close() -> None:
+    library = ctypes.CDLL(_LIBIBVERBS)
+    reg_mr = ctypes.CFUNCTYPE(_ANY, _ANY, _ANY, ctypes.c_size_t, ctypes.c_int)(("ibv_reg_mr", library))
+    dereg_mr = ctypes.CFUNCTYPE(ctypes.c_int, _ANY)(("ibv_dereg_mr", library))
+    memory = ctypes.create_string_buffer(64)
+    async with open_device(rdma_devices()[0]) as device:
+        pd = await device.protection_domain().open()
+        mr = reg_mr(pd.handle.verbs_pointer, ctypes.addressof(memory), 64, 1)
+        with pytest.raises(VerbsError, match="EBUSY"):
+            await pd.aclose()
+        assert dereg_mr(mr) == 0
+        await pd.aclose()
 
 
 async def test_functions_of_librdmacm_accept_the_pointers() -> None:

@@ -68,7 +68,7 @@ class SourceDistribution(sdist):
         """Add the files that belong to no package, then build the sdist."""
         for directory in ("tests", "examples", "aioverbs/_build", "aioverbs/_docs"):
             self.filelist.graft(directory)
-        for pattern in ("noxfile.py", "CHANGELOG.md", ".ci/run"):
+        for pattern in ("noxfile.py", "CHANGELOG.md", ".ci/run", ".clang-format"):
             self.filelist.include(pattern)
         for pattern in ("*.py[co]", "*.so", "*.o"):
             self.filelist.global_exclude(pattern)

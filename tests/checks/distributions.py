@@ -7,6 +7,7 @@ extensions are compiled for what its name says, and need the C library only. A w
 """
 
 import io
+import itertools
 import sys
 import tarfile
 import zipfile
@@ -20,7 +21,7 @@ from elftools.elf.sections import StringTableSection, SymbolTableSection
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 _SOURCES = (".c", ".h", ".pyx", ".pxd", ".pxi")
-_BESIDE = ("LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml", "noxfile.py", "tests/conftest.py")
+_BESIDE = ("LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml", "noxfile.py", ".clang-format")
 _NOT_SHIPPED = ("_build", "_docs")  # folders for building the package and its documentation
 _NEEDED = {"libc.so.6", "libdl.so.2", "libpthread.so.0", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
 _ELF_MACHINES = {"x86_64": "EM_X86_64", "aarch64": "EM_AARCH64"}
@@ -33,8 +34,8 @@ def sdist_faults(names: set[str]) -> Iterator[str]:
     :param names: names of its files, without the top folder.
     """
     generated = {path.with_suffix(".c") for path in ROOT.glob("aioverbs/**/*.pyx")}
-    for suffix in (*_SOURCES, ".pyi", ".py"):
-        for path in ROOT.glob(f"aioverbs/**/*{suffix}"):
+    for folder, suffix in itertools.product(("aioverbs", "tests", "examples"), (*_SOURCES, ".pyi", ".py", ".toml")):
+        for path in ROOT.glob(f"{folder}/**/*{suffix}"):
             if path not in generated and path.relative_to(ROOT).as_posix() not in names:
                 yield f"the sdist lacks {path.relative_to(ROOT)}"
     yield from (f"the sdist lacks {name}" for name in ("aioverbs/py.typed", *_BESIDE) if name not in names)
@@ -52,7 +53,10 @@ def _programs() -> Iterator[str]:
 def wheel_faults(wheel: Path) -> Iterator[str]:
     """Yield the faults of a wheel."""
     _, _, _, abi, platform_tag = wheel.stem.split("-")
-    machine = next(each for each in _ELF_MACHINES if platform_tag.endswith(each))
+    machine = next((each for each in _ELF_MACHINES if platform_tag.endswith(each)), None)
+    if machine is None:
+        yield f"the platform {platform_tag} is none of those whose wheels can be checked: {', '.join(_ELF_MACHINES)}"
+        return
     suffix = f".cpython-{abi.removeprefix('cp')}-{machine}-linux-gnu.so"
     with zipfile.ZipFile(wheel) as archive:
         extensions = {name: archive.read(name) for name in archive.namelist() if ".so" in name}
@@ -97,6 +101,8 @@ def _extension_faults(elf: ELFFile, machine: str) -> Iterator[str]:
     assert isinstance(versions, GNUVerSymSection)
     needed = {strings.get_string(tag["d_val"]) for tag in dynamic.iter_tags("DT_NEEDED")}
     yield from (f"needs {library}" for library in sorted(needed - _NEEDED))
+    for name in ("DT_RPATH", "DT_RUNPATH"):
+        yield from (f"looks for libraries in {strings.get_string(tag['d_val'])}" for tag in dynamic.iter_tags(name))
     for number, symbol in enumerate(symbols.iter_symbols()):
         # A symbol of a newer C library has no version, and is missing where the extension runs.
         versioned = versions.get_symbol(number)["ndx"] not in ("VER_NDX_LOCAL", "VER_NDX_GLOBAL")

@@ -1,5 +1,6 @@
 """Entry point of ``aioverbs`` and ``python -m aioverbs.cli``, which first checks that the needed packages are there."""
 
+import io
 import sys
 from importlib.util import find_spec
 
@@ -20,6 +21,8 @@ def main() -> None:
     if missing:
         print(f"aioverbs: the command needs {' and '.join(missing)}: pip install 'aioverbs[cli]'", file=sys.stderr)
         sys.exit(Status.FAILED)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # as standard error, for names of devices that are not UTF-8
+        sys.stdout.reconfigure(errors="backslashreplace")
     from aioverbs.cli import main as command
 
     command.main(prog_name="aioverbs")

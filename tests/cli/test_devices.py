@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import subprocess
+import sys
 
 import pytest
 from click.testing import CliRunner, Result
@@ -110,6 +111,28 @@ def test_device_that_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = invoke("mlx5_0")
     assert alone.exit_code == 1
     assert alone.stdout.startswith("mlx5_0 (hardware)\nibv_open_device failed: EACCES")
+
+
+def test_a_device_whose_name_is_not_utf_8() -> None:
+    code = """
+import os
+from aioverbs import VerbsError
+from aioverbs._providers import hardware
+from aioverbs.cli.__main__ import main
+
+def refuse(name):
+    raise VerbsError("ibv_open_device", 5)
+
+hardware.names = lambda: [os.fsdecode(b"r\\xff")]
+hardware.open_context = refuse
+main()
+"""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONIOENCODING": "utf-8"}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code, "devices"], env=env, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\nr\\udcff: " in done.stdout
 
 
 def test_unsupported_features(

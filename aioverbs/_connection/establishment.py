@@ -13,6 +13,7 @@ from aioverbs._connection.message_channel import MessageChannel
 from aioverbs._connection.settings import ConnectionSettings
 from aioverbs._connection.shared_queues import completion_queue_for, lease_block
 from aioverbs._lifecycle.resource import open_now
+from aioverbs._lifecycle.turns import OPENING, take_turn
 from aioverbs._proofs import make_nonce
 from aioverbs._verbs.base_domain import Domain
 from aioverbs._verbs.endpoint import Endpoint
@@ -130,6 +131,7 @@ class _PendingConnection:
         :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
         """
         if self._opened is None:
+            await take_turn(OPENING)  # so that handshakes go on while many connections are made
             block = await lease_block(self._domain, self._settings)
             try:
                 cq = await completion_queue_for(self._domain, self._settings)

@@ -4,7 +4,7 @@ import asyncio
 
 from aioverbs._core.data_path.data_path import spend, went_round
 
-__all__ = ["LIGHT", "OPENING", "spend", "yield_to_loop"]
+__all__ = ["LIGHT", "OPENING", "spend", "take_turn", "yield_to_loop"]
 
 # Cost of an await that completes without yielding to the loop, in the units of `_core/data_path/loop_budget.h`.
 LIGHT = 4
@@ -26,3 +26,19 @@ async def yield_to_loop(turn: int) -> None:
         await asyncio.sleep(0)
     finally:
         went_round(turn)
+
+
+async def take_turn(units: int) -> None:
+    """Wait for a turn of the loop whose budget is not used up, and charge work to it that the caller is about to do.
+
+    Tasks that yield once all go on in the next turn. With this, the work of many tasks is spread over many turns. Each
+    turn has room for the work of one task at least, however small the budget is.
+
+    :param units: amount of work, 1 or more, in the units of `_core/data_path/loop_budget.h`.
+    :raises asyncio.CancelledError: the task was cancelled; nothing was charged.
+    :raises RuntimeError: no asyncio event loop is running.
+    """
+    asyncio.get_running_loop()  # without one, nothing would begin a new turn
+    while turn := spend(1):
+        await yield_to_loop(turn)
+    spend(units - 1)

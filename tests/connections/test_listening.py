@@ -198,6 +198,29 @@ async def _offer(
         us.receive_offer((await heard(reader))[1])
 
 
+async def test_many_connections_at_once_are_made_in_many_turns(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise peers would wait for messages of the handshake until all queue pairs are made."""
+    open_connection, loop, opened, most = Connection._open, asyncio.get_running_loop(), 0, 0
+
+    def count(connection: Connection) -> None:
+        nonlocal opened
+        opened += 1
+        open_connection(connection)
+
+    def next_turn() -> None:
+        nonlocal opened, most
+        most, opened = max(most, opened), 0
+        loop.call_soon(next_turn)
+
+    monkeypatch.setattr(Connection, "_open", count)
+    async with listening(device) as (listener, domain):
+        next_turn()
+        attempts = (connect(HOST, listener.port, domain=domain, settings=SMALL).__aenter__() for _ in range(64))
+        for near in await asyncio.gather(*attempts):
+            near.abort()
+    assert 1 <= most <= 16
+
+
 async def test_connect_times_out_at_a_silent_listener(device: Device) -> None:
     with socket.create_server((HOST, 0)) as silent:
         async with device.resource_domain() as domain:

@@ -2,12 +2,13 @@
 
 import asyncio
 import contextlib
+import copy
 import functools
 import itertools
 import mmap
 import threading
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -70,6 +71,19 @@ class _Lease:
     block: RegionSlice
     pins: WaitableInFlightCount
     site: Site | None
+
+
+def _copied(error: BaseException) -> BaseException:
+    """Return a copy of an exception, with the original as its cause; the original if its class cannot be copied."""
+    try:
+        other = copy.copy(error)
+    except Exception:
+        return error
+    if not isinstance(other, type(error)):
+        return error
+    vars(other).pop("__notes__", None)  # the list of the original; the cause shows it
+    other.__cause__ = error
+    return other
 
 
 class _FreeList:
@@ -184,11 +198,15 @@ class _FreeList:
         if future.done() and not future.cancelled() and future.exception() is None:
             future.result().release()
 
-    def fail(self, error: BaseException) -> None:
-        """Raise `error` in all tasks that are waiting for a buffer. This can be called from any thread."""
+    def fail(self, make_error: Callable[[], BaseException]) -> None:
+        """Raise an exception in all tasks that are waiting for a buffer. This can be called from any thread.
+
+        :param make_error: function that returns the exception for one task. Each task needs its own, to which it adds
+            its traceback and notes.
+        """
         with contextlib.suppress(IndexError):  # some waiters are withdrawn meanwhile
             for _ in range(len(self.waiting)):
-                self.waiting.popleft().fail(error)
+                self.waiting.popleft().fail(make_error())
 
     def count_receives(self) -> tuple[int, int]:
         """Count the receives that are posted in the buffers of the pool.
@@ -224,7 +242,7 @@ class _FreeList:
         :raises ResourceWarning: if warnings are turned into errors and buffers were not released. The waiting tasks
             still raise `ClosedResourceError`.
         """
-        self.fail(ClosedResourceError(f"{self._lifecycle!r} was closed"))
+        self.fail(lambda: ClosedResourceError(f"{self._lifecycle!r} was closed"))
         sites = [lease.site for lease in self.leased.copy().values() if not lease.pins.closed]
         if sites:
             warn_at(
@@ -545,7 +563,7 @@ class BufferPool(Resource):
         :raises OSError: no buffer is free, and the process cannot map the memory of a further slab.
         :raises VerbsError: no buffer is free, and the device cannot register a further slab.
         :raises Exception: whatever the allocator raised. If a further slab cannot be added, all tasks that are waiting
-            for a buffer raise the same exception.
+            for a buffer raise that, each a copy of its own.
         """
         return LeaseContext(self, creation_site())
 
@@ -617,7 +635,8 @@ class BufferPool(Resource):
     def _grow(self) -> None:
         """Add slabs while tasks are waiting for a buffer and the limit is not reached.
 
-        If a slab cannot be added, the exception is not raised here, but in all tasks that are waiting at that moment.
+        If a slab cannot be added, the exception is not raised here, but copies of it are raised in all tasks that are
+        waiting at that moment.
         """
         may_grow = True
         while may_grow and self._free_list.waiting:
@@ -628,7 +647,7 @@ class BufferPool(Resource):
         """Add a slab unless the limit is reached, and hand its buffers to waiting tasks.
 
         If another thread is adding a slab, leave the work to that thread, which adds slabs while tasks are waiting. If
-        a slab cannot be added, all tasks that are waiting raise the same exception as this method.
+        a slab cannot be added, all tasks that are waiting raise copies of the exception that this method raises.
 
         :returns: True if a slab was added; False at the limit, or if another thread is adding a slab.
         :raises MemoryError: the allocator has no memory.
@@ -644,7 +663,7 @@ class BufferPool(Resource):
             if grown:
                 self._add_slab()
         except BaseException as error:
-            self._free_list.fail(error)  # below the limit, all waiters depend on this slab
+            self._free_list.fail(functools.partial(_copied, error))  # below the limit, all depend on this slab
             raise
         finally:
             self._growing.release()

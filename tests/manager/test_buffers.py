@@ -483,6 +483,60 @@ async def test_a_failed_slab_raises_for_the_waiters(
         assert pool.statistics().slabs == 2
 
 
+class UncopyableError(Exception):
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+async def error_of_lease(pool: BufferPool) -> Exception:
+    """Return the exception that a lease raises, with a note of the task."""
+    try:
+        await pool.lease()
+    except Exception as error:
+        error.add_note("of one task")
+        return error
+    raise AssertionError("the lease raised no exception")
+
+
+async def test_each_waiter_of_a_closed_pool_raises_an_exception_of_its_own(pd: ProtectionDomain) -> None:
+    pool = await pd.buffer_pool(64, 1).open()
+    with pool.lease_nowait():
+        tasks = [asyncio.ensure_future(error_of_lease(pool)) for _ in range(3)]
+        await turns()
+        with pytest.warns(ResourceWarning, match="not released"):
+            await pool.aclose()
+        raised = await asyncio.gather(*tasks)
+    assert len({id(each) for each in raised}) == 3
+    assert [(type(each), each.__notes__) for each in raised] == [(ClosedResourceError, ["of one task"])] * 3
+
+
+@pytest.mark.parametrize("error", [MemoryError("none left"), UncopyableError(1, 2)], ids=["copied", "not copied"])
+async def test_each_waiter_of_a_pool_that_cannot_grow_raises_an_exception_of_its_own(
+    pd: ProtectionDomain, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Unless its class cannot be copied."""
+    error.add_note("of the allocator")
+    go_on = threading.Event()
+
+    def fail(_: BufferPool) -> None:
+        assert go_on.wait(patience(10))
+        raise error
+
+    async with pd.buffer_pool(64, 1, limit=2) as pool, pool.lease():
+        monkeypatch.setattr("aioverbs._memory.region._LARGE_BYTES", 1)
+        monkeypatch.setattr(BufferPool, "_add_slab", fail)
+        tasks = [asyncio.ensure_future(error_of_lease(pool)) for _ in range(3)]
+        await turns()
+        go_on.set()
+        raised = await asyncio.gather(*tasks)
+    if isinstance(error, UncopyableError):
+        assert {*raised} == {error}
+    else:
+        assert len({id(each) for each in raised}) == 3
+        expected = (MemoryError, "none left", ["of one task"], error)
+        assert [(type(each), str(each), each.__notes__, each.__cause__) for each in raised] == [expected] * 3
+
+
 async def test_large_slabs_are_registered_in_a_thread(pd: ProtectionDomain, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioverbs._memory.region._LARGE_BYTES", 1)
     threads: list[int] = []

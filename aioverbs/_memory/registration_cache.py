@@ -1,5 +1,6 @@
 """Cache of memory registrations, for buffers that are used repeatedly."""
 
+import asyncio
 import sys
 import threading
 import weakref
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 from aioverbs._core.handles import handles
 from aioverbs._exports import publish
 from aioverbs._lifecycle import forks
-from aioverbs._lifecycle.affinity import CrossLoopCondition
+from aioverbs._lifecycle.affinity import Affinity, CrossLoopCondition
 from aioverbs._lifecycle.lifecycle import ResourceState
 from aioverbs._lifecycle.resource import (
     HandleResource,
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["RegistrationCache", "RegistrationCacheStatistics"]
 
+# Interval at which a task that waits for another loop checks that the loop still exists: its end notifies no waiter.
+_POLL_S = 0.1
 _WRITES = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_ATOMIC
 
 # Key of a registration: id of the exporting object, address and length of the bytes, access rights, and whether the
@@ -103,6 +106,7 @@ class _Entry:
         self.region = region
         self.users: set[object] = set()
         self.opening = True
+        self._opener = Affinity.of_running_loop() if asyncio._get_running_loop() is not None else None
         self.condition = CrossLoopCondition()  # notified when opening succeeded or failed
 
     @property
@@ -110,12 +114,30 @@ class _Entry:
         """True if the region is open and can be used."""
         return not self.opening and self.region.state is ResourceState.OPEN
 
+    @property
+    def deserted(self) -> bool:
+        """True if the task that was opening the region cannot continue, because its loop was closed or the thread of
+        the loop has ended.
+        """
+        opener = self._opener
+        return (
+            self.opening
+            and opener is not None
+            and opener.orphaned
+            and not (opener.loop is not None and opener.loop.is_running())
+        )
+
+    def opened(self) -> None:
+        """Record that opening the region succeeded or failed, and notify waiting tasks."""
+        self.opening, self._opener = False, None
+        self.condition.notify()
+
     async def wait_settled(self) -> None:
-        """Wait until no task is opening or closing the region.
+        """Wait until no task is opening or closing the region, or the task that was opening it has been deserted.
 
         :raises RuntimeError: a task is opening or closing the region, and no asyncio event loop is running here.
         """
-        await self.condition.wait_while(lambda: self.opening)
+        await self.condition.wait_while(lambda: self.opening and not self.deserted, poll_s=_POLL_S)
         await lifecycle_of(self.region).wait_settled()
 
     @property
@@ -303,8 +325,9 @@ class RegistrationCache:
         exporter_id = id(_exporter(memoryview(buffer)))
         with self._lock:
             entries = [entry for key, entry in self._entries.items() if key[0] == exporter_id]
+            deserted = [entry for entry in entries if entry.deserted]
             for entry in entries:
-                if entry.users:
+                if entry.users and entry not in deserted:
                     raise BusyResourceError(f"{entry.region!r} is in use: leave the block first")
                 if entry.region.pins.receives:
                     raise BusyResourceError(
@@ -315,6 +338,8 @@ class RegistrationCache:
             # Includes entries of earlier calls that were cancelled.
             entries = [entry for entry in self._evicted if entry.key[0] == exporter_id]
         await _close_regions(entries)
+        for entry in deserted:
+            self._on_region_closed(entry)  # if it was never opened
 
     # ---- Registering
 
@@ -354,6 +379,8 @@ class RegistrationCache:
                         await self._register(entry)
                         return entry
                     await entry.wait_settled()
+                    if entry.deserted:
+                        await self._close_deserted(entry)
                 except BaseException:
                     entry.users.discard(user)
                     raise
@@ -379,8 +406,18 @@ class RegistrationCache:
             _release_unopened(region)
             raise
         finally:
-            entry.opening = False
-            entry.condition.notify()
+            entry.opened()
+
+    async def _close_deserted(self, entry: _Entry) -> None:
+        """Remove an entry that no task continues to open, and close its region if a thread has opened it.
+
+        :raises VerbsError: the device cannot deregister the memory, which `drop` tries again.
+        """
+        with self._lock:
+            if self._entries.get(entry.key) is entry:
+                self._evict([entry])
+        await entry.region.aclose()
+        self._on_region_closed(entry)  # if it was never opened
 
     # ---- Evicting
 

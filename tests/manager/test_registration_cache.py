@@ -2,10 +2,12 @@
 
 import array
 import asyncio
+import contextlib
 import ctypes
 import errno
 import gc
 import mmap
+import threading
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
@@ -20,13 +22,17 @@ from aioverbs import (
     ClosedResourceError,
     ProtectionDomain,
     RegistrationCacheStatistics,
+    ResourceState,
     VerbsError,
     open_device,
 )
 from aioverbs._core.handles import handles
+from aioverbs._memory.region import MemoryRegion
 from aioverbs._verbs.device import Device
 from tests.capabilities import Capability, capabilities, needs
 from tests.conftest import LOOP_FACTORIES
+from tests.pace import patience
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -394,6 +400,49 @@ async def test_loops_share_a_cache(pd: ProtectionDomain, factory: Callable[[], a
     statistics = pd.cache.statistics()
     assert statistics.hits + statistics.misses == 240
     assert statistics.misses - statistics.evictions == statistics.entries <= 3
+
+
+@pytest.mark.filterwarnings("ignore:.*:pytest.PytestUnraisableExceptionWarning")  # a cancel scope left by the collector
+@pytest.mark.parametrize("how", ["used", "dropped"])
+@pytest.mark.parametrize("when", ["before the thread ends", "after that"])
+async def test_a_registration_whose_loop_was_closed_meanwhile_does_not_block_the_buffer(
+    pd: ProtectionDomain, monkeypatch: pytest.MonkeyPatch, how: str, when: str
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    open_region = MemoryRegion._open
+
+    def slow(region: MemoryRegion) -> None:
+        begun.set()
+        assert go_on.wait(patience(10))
+        open_region(region)
+
+    monkeypatch.setattr("aioverbs._memory.region._LARGE_BYTES", 1)
+    monkeypatch.setattr(MemoryRegion, "_open", slow)
+    buffer = bytearray(SIZE)
+    deserted = use(pd, buffer)
+
+    def desert() -> "asyncio.Task[int]":
+        loop = asyncio.new_event_loop()
+        task = loop.create_task(deserted)
+        while not begun.is_set():
+            loop.run_until_complete(asyncio.sleep(0))
+        loop.close()
+        return task
+
+    task = await asyncio.to_thread(desert)
+    if when == "after that":
+        go_on.set()
+        await until(lambda: [each.region.state for each in pd.cache._entries.values()] == [ResourceState.OPEN])
+    asyncio.get_running_loop().call_later(0.3, go_on.set)
+    async with asyncio.timeout(patience(20)):
+        await (use(pd, buffer) if how == "used" else pd.cache.drop(buffer))
+        await pd.cache.drop(buffer)
+    assert counts(pd)[3] == 0
+    assert not task.done()
+    with contextlib.suppress(RuntimeError):  # a cancel scope may be left by its own task only
+        deserted.close()
+    gc.collect()
+    buffer.append(1)  # no longer exported
 
 
 async def test_closing_the_protection_domain_closes_its_cache(device: Device) -> None:

@@ -4,6 +4,11 @@
 
 #include <fcntl.h>
 
+#include "soft/objects/comp_channel.h"
+#include "soft/objects/context.h"
+#include "soft/objects/device.h"
+#include "soft/objects/hooks.h"
+
 /* One event per arming, whatever the number of completions; the descriptor is readable exactly while the event is
  * pending. */
 static void one_shot(void)
@@ -202,6 +207,80 @@ static void several_queues(void)
     pair_close(&pair);
 }
 
+/* ---- A thread that reads what peers sent, and takes an event of that --------------------------------------------- */
+
+static struct ibv_comp_channel *wakeup;
+static struct ibv_cq *woken[2];
+static struct ibv_qp *ended[2];
+static unsigned int reads;
+
+static bool is_wakeup(const struct soft_device *device, const struct soft_channel *channel)
+{
+    (void)device;
+    return &channel->channel == wakeup;
+}
+
+/* Have two queues get completions, as frames of peers do. */
+static bool read_peers(struct soft_device *device, bool all)
+{
+    unsigned int i;
+
+    (void)device;
+    if (!all || reads++)
+        return false;
+    for (i = 0; i < 2; i++) {
+        CHECK_EQ(post_nothing(ended[i], 1), 0);
+        EXPECT(woken[i], 1, IBV_WC_WR_FLUSH_ERR);
+    }
+    CHECK(!is_readable(wakeup->fd));
+    return true;
+}
+
+/* The descriptor tells only of the events that are left. */
+static void events_of_the_thread_that_reads(void)
+{
+    const struct soft_hooks *before;
+    struct soft_device *device;
+    struct soft_hooks hooks;
+    struct ibv_cq *cq;
+    struct pair pair;
+    void *context;
+    unsigned int i;
+
+    PAIR_OPEN(&pair, .unconnected = true);
+    device = to_soft_context(pair.own.context)->device;
+    before = device->hooks;
+    hooks = *before;
+    hooks.is_wakeup_channel = is_wakeup;
+    hooks.poll_peers = read_peers;
+    device->hooks = &hooks;
+    reads = 0;
+    wakeup = soft_verbs.create_comp_channel(pair.own.context);
+    REQUIRE(wakeup && fcntl(wakeup->fd, F_SETFL, O_NONBLOCK) == 0);
+    for (i = 0; i < 2; i++) {
+        woken[i] = home_cq(&pair.own, 8, wakeup);
+        CHECK_EQ(verbs_req_notify_cq(woken[i], 0), 0);
+        ended[i] = make_loop(pair.own.pd, woken[i], 1);
+        CHECK_EQ(qp_to(ended[i], IBV_QPS_ERR), 0);
+    }
+    for (i = 0; i < 2; i++) {
+        REQUIRE_EQ(soft_verbs.get_cq_event(wakeup, &cq, &context), 0);
+        CHECK(cq == woken[i]);
+        CHECK(is_readable(wakeup->fd) == !i);
+        soft_verbs.ack_cq_events(cq, 1);
+    }
+    CHECK_EQ(soft_verbs.get_cq_event(wakeup, &cq, &context), -1);
+    CHECK_EQ(errno, EAGAIN);
+    CHECK_EQ(reads, 2);
+    for (i = 0; i < 2; i++) {
+        CHECK_EQ(soft_verbs.destroy_qp(ended[i]), 0);
+        CHECK_EQ(soft_verbs.destroy_cq(woken[i]), 0);
+    }
+    CHECK_EQ(soft_verbs.destroy_comp_channel(wakeup), 0);
+    device->hooks = before;
+    pair_close(&pair);
+}
+
 /* A queue that overruns wakes a sleeping thread: no further completion may come. */
 static void overrun_raises_an_event(void)
 {
@@ -230,4 +309,5 @@ static void overrun_raises_an_event(void)
 }
 
 CHECK_MAIN(CASE(one_shot), CASE(armed_twice), CASE(solicited_only), CASE(what_is_solicited), CASE(errors_are_solicited),
-           CASE(sends_raise_events), CASE(queue_without_channel), CASE(several_queues), CASE(overrun_raises_an_event))
+           CASE(sends_raise_events), CASE(queue_without_channel), CASE(several_queues),
+           CASE(events_of_the_thread_that_reads), CASE(overrun_raises_an_event))

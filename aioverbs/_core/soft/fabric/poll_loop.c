@@ -197,6 +197,10 @@ bool soft_fabric_poll_locked(struct soft_fabric *fabric, bool all)
         interval = HOT_POLLS;
     else if (fabric->ring_count && !atomic_load(&fabric->outgoing))
         interval = fabric->ring_count == fabric->stream_count ? RING_POLLS : HOT_POLLS;
+    /* A thread that sleeps on the wakeup channel was woken by a doorbell, mostly. What it rang for is handled by now,
+     * and the thread reads it when it arms the rings. Anything else that epoll reports wakes that thread again. */
+    if (all && something && interval == RING_POLLS)
+        all = false;
     if (!all && ++fabric->hot_polls % interval && !atomic_load_explicit(&fabric->sockets_due, memory_order_relaxed))
         return (hot && soft_stream_receive(hot)) || something;
     atomic_store_explicit(&fabric->sockets_due, false, memory_order_relaxed);

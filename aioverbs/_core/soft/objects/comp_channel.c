@@ -1,4 +1,5 @@
-/* Completion channels: a file descriptor that is readable exactly while a completion event is pending. */
+/* Completion channels: a file descriptor that is readable while a completion event is pending. If a thread is about to
+ * take an event, because it reads what peers sent, the descriptor need not tell that there is one. */
 #define _GNU_SOURCE
 #include "soft/objects/comp_channel.h"
 
@@ -91,13 +92,17 @@ int soft_destroy_comp_channel(struct ibv_comp_channel *ibv_channel)
     return 0;
 }
 
-/* Call under the lock when the list became empty or stopped being empty. The counter is 0 or 1, so neither call blocks,
+/* Call under the lock when the list or the number of takers has changed. The counter is 0 or 1, so neither call blocks,
  * whatever flags the user sets on the descriptor; a call fails only where the user has closed the descriptor. */
-static void channel_set_readable(struct soft_channel *channel, bool readable)
+static void channel_update(struct soft_channel *channel)
 {
+    bool readable = channel->first && !channel->takers;
     eventfd_t value;
 
     assert_held(&channel->lock);
+    if (readable == channel->readable)
+        return;
+    channel->readable = readable;
     if (readable)
         (void)eventfd_write(channel->event_fd, 1);
     else
@@ -132,11 +137,8 @@ void soft_channel_notify(struct soft_channel *channel, struct soft_cq *cq)
 {
     soft_mutex_take(&channel->lock);
     if (cq->events_pending++ == 0) {
-        bool was_empty = !channel->first;
-
         channel_append(channel, cq);
-        if (was_empty)
-            channel_set_readable(channel, true);
+        channel_update(channel);
     }
     soft_mutex_give(&channel->lock);
 }
@@ -155,28 +157,34 @@ uint32_t soft_channel_remove_cq(struct soft_channel *channel, struct soft_cq *cq
         if (channel->last == cq)
             channel->last = last;
         cq->events_pending = 0;
-        if (!channel->first)
-            channel_set_readable(channel, false);
+        channel_update(channel);
     }
     delivered = cq->events_delivered;
     soft_mutex_give(&channel->lock);
     return delivered;
 }
 
-/* Return the queue of the next pending event, or NULL. */
-static struct soft_cq *channel_take(struct soft_channel *channel)
+static void begin_to_take(struct soft_channel *channel)
+{
+    soft_mutex_take(&channel->lock);
+    channel->takers++;
+    soft_mutex_give(&channel->lock);
+}
+
+/* Return the queue of the next pending event, or NULL. `begun`: after begin_to_take(). */
+static struct soft_cq *channel_take(struct soft_channel *channel, bool begun)
 {
     struct soft_cq *cq;
 
     soft_mutex_take(&channel->lock);
+    channel->takers -= begun;
     cq = pop(channel);
     if (cq) {
         cq->events_delivered++;
         if (--cq->events_pending)
             channel_append(channel, cq);
-        if (!channel->first)
-            channel_set_readable(channel, false);
     }
+    channel_update(channel);
     soft_mutex_give(&channel->lock);
     return cq;
 }
@@ -185,9 +193,12 @@ static struct soft_cq *channel_take(struct soft_channel *channel)
  * something else, the channel is no wakeup channel any more. */
 static struct soft_cq *take_from_peers(struct soft_device *device, struct soft_channel *channel)
 {
-    bool something = device->hooks->poll_peers(device, true);
-    struct soft_cq *cq = channel_take(channel);
+    struct soft_cq *cq;
+    bool something;
 
+    begin_to_take(channel);
+    something = device->hooks->poll_peers(device, true);
+    cq = channel_take(channel, true);
     if (something && !cq)
         device->hooks->drop_wakeup_channel(device, channel);
     return cq;
@@ -206,7 +217,7 @@ int soft_get_cq_event(struct ibv_comp_channel *ibv_channel, struct ibv_cq **ibv_
             errno = ENODEV;
             return -1;
         }
-        cq = channel_take(channel);
+        cq = channel_take(channel, false);
         if (!cq && device->hooks->is_wakeup_channel(device, channel))
             cq = take_from_peers(device, channel);
         if (cq) {

@@ -3,6 +3,7 @@
 #define AIOVERBS_SOFT_OBJECTS_COMP_CHANNEL_H
 
 #include <stdatomic.h>
+#include <stdbool.h>
 #include <stdint.h>
 
 #include "abi/libibverbs.h"
@@ -13,9 +14,11 @@ struct soft_cq;
 struct soft_channel {
     /* fd: an epoll with event_fd, and with the fabric's epoll while this is the wakeup channel */
     struct ibv_comp_channel channel;
-    int event_fd;                 /* eventfd that is readable while the list is not empty */
-    struct soft_mutex lock;       /* guards the list */
+    int event_fd;                 /* eventfd that is readable while there are events that no thread is about to take */
+    struct soft_mutex lock;       /* guards the list, and the next two */
     struct soft_cq *first, *last; /* completion queues with pending events */
+    uint32_t takers;              /* threads that poll peers, and take an event then */
+    bool readable;                /* whether event_fd is */
     atomic_uint references;
 };
 

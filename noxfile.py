@@ -108,7 +108,9 @@ def group(name: str) -> tuple[str, ...]:
 
 # Requirements of the whole test suite.
 SUITE_REQUIREMENTS = [
-    each for name in ("test", "arrays", "plots", "services", "storage", "mutation") for each in group(name)
+    each
+    for name in ("test", "arrays", "distributed", "plots", "services", "storage", "mutation")
+    for each in group(name)
 ]
 
 

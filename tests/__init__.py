@@ -20,6 +20,7 @@ folder                 tested
 ``pool``               pools of workers: threads and processes
 ``storage``            the storage server of the examples
 ``services``           ASGI servers and their workers
+``distributed``        the comm backend for Dask
 ``cli``                the command ``aioverbs``
 ``sources``            requirements of the documents that the project implements, sentence by sentence
 ``testing``            the pytest plugin for the project's users

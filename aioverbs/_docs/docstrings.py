@@ -16,7 +16,7 @@ __all__ = ["Reference", "references_from", "to_rst"]
 
 _NAME = re.compile(r"(?<![`\w:])`([^`\n]+)`(?![`\w])")
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*(\.\w+)*(\(\))?")
-_OUTSIDE = ("anyio", "asyncio", "collections", "concurrent", "multiprocessing", "numpy", "pytest", "ssl")
+_OUTSIDE = ("anyio", "asyncio", "collections", "concurrent", "distributed", "multiprocessing", "numpy", "pytest", "ssl")
 _PYVERBS = "pyverbs."  # pyverbs is not installed when the documentation is built
 
 _FIXTURES = ("aioverbs_device", "aioverbs_ledger")

@@ -45,12 +45,12 @@ def example(name: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
     return run(command, patience(50), env={**os.environ, "AIOVERBS_DEVICE": "soft0"})
 
 
-ON_RDMA_DEVICES = {"rping"}  # tested in tests/rdma
+ELSEWHERE = {"rping", "dask_shuffle"}  # tested in tests/rdma and tests/distributed
 REQUIRED_MODULES = {"arrays": "numpy", "asgi": "uvicorn"}
 
 
 def test_every_example_is_tested() -> None:
-    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == set(EXPECTED_OUTPUT) | ON_RDMA_DEVICES | {TESTS}
+    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == set(EXPECTED_OUTPUT) | ELSEWHERE | {TESTS}
 
 
 @pytest.mark.parametrize("name", EXPECTED_OUTPUT)

@@ -18,7 +18,7 @@ SITE = Path(str(aioverbs.__file__)).parents[1]
 LIBRARY = [
     each.name
     for each in pkgutil.walk_packages(aioverbs.__path__, "aioverbs.", onerror=lambda name: None)
-    if not each.name.startswith("aioverbs.cli.")
+    if not each.name.startswith(("aioverbs.cli.", "aioverbs.distributed"))
 ]
 SCRIPT = """
 from importlib.metadata import entry_points
@@ -51,10 +51,10 @@ def test_only_anyio_is_required() -> None:
 
 
 def test_the_library_needs_no_extra(run_without: Run) -> None:
-    """All modules but the command's, the pytest plugin among them, import without the packages of any extra."""
+    """All modules but those of the command and of Dask's backend import without the packages of any extra."""
     assert {"aioverbs.testing", "aioverbs._server.server", "aioverbs._core.data_path.data_path"} <= set(LIBRARY)
     code = f"import {', '.join(LIBRARY)}"
-    done = run_without({"click", "rich", "uvloop", "matplotlib", "numpy"}, "-c", code)
+    done = run_without({"click", "rich", "uvloop", "matplotlib", "numpy", "distributed"}, "-c", code)
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -1,0 +1,86 @@
+"""Settings of the comm backend in `dask.config`, below ``distributed.comm.aioverbs``, and their defaults.
+
+=================  ==============  ====================================================================================
+``device``         None            name of the device, as for `aioverbs.shared_device`; None for an active RDMA device,
+                                   or soft0 if there is none
+``transport``      ``"auto"``      how connections are established, as for `aioverbs.connect`
+``message-model``  ``"DEFAULT"``   name of the `aioverbs.MessageModel` by which awaits wait
+``buffer-size``    ``"64 KiB"``    `aioverbs.ConnectionSettings.buffer_size`
+``receive-depth``  16              `aioverbs.ConnectionSettings.receive_depth`
+``send-buffers``   8               `aioverbs.ConnectionSettings.send_buffers`
+=================  ==============  ====================================================================================
+
+As for any setting of Dask, an environment variable sets one for a process, such as
+``DASK_DISTRIBUTED__COMM__AIOVERBS__DEVICE=mlx5_1`` for one worker. Of the settings of `distributed` itself, the backend
+uses ``distributed.comm.timeouts.connect``, ``distributed.comm.timeouts.tcp`` (the time after which a silent peer counts
+as lost), ``distributed.comm.socket-backlog``, ``distributed.comm.shard`` and ``distributed.comm.offload``.
+"""
+
+from typing import Any, cast
+
+import dask.config
+from dask.utils import parse_bytes, parse_timedelta
+from distributed.system import MEMORY_LIMIT
+
+from aioverbs._connection.connect import Transport
+from aioverbs._connection.settings import ConnectionSettings
+from aioverbs._verbs.completion_queue import MessageModel
+
+__all__ = ["DEFAULTS", "connection_settings", "device_name", "message_model", "transport"]
+
+DEFAULTS = {
+    "device": None,
+    "transport": "auto",
+    "message-model": MessageModel.DEFAULT.name,
+    "buffer-size": "64 KiB",
+    "receive-depth": 16,
+    "send-buffers": 8,
+}
+"""Values of settings that are not set."""
+
+_FREE_SENDS = 24  # work requests in flight besides the send buffers: those of grants, credits and one-sided requests
+
+dask.config.update_defaults({"distributed": {"comm": {"aioverbs": DEFAULTS}}})
+
+
+def _get(name: str) -> Any:
+    """Return the setting `name` of the backend."""
+    return dask.config.get(f"distributed.comm.aioverbs.{name}", DEFAULTS[name])
+
+
+def device_name() -> str | None:
+    """Return the name of the device to use; None for the device that `aioverbs.shared_device` chooses."""
+    return cast("str | None", _get("device"))
+
+
+def transport() -> Transport:
+    """Return how connections are established, which `aioverbs.connect` and `aioverbs.listen` check."""
+    return cast(Transport, _get("transport"))
+
+
+def message_model() -> MessageModel:
+    """Return how awaits wait.
+
+    :raises ValueError: the setting is not the name of a `MessageModel`.
+    """
+    name = str(_get("message-model")).upper()
+    if name not in MessageModel.__members__:
+        names = ", ".join(MessageModel.__members__)
+        raise ValueError(f"`distributed.comm.aioverbs.message-model` must be one of {names}, got {name!r}")
+    return MessageModel[name]
+
+
+def connection_settings() -> ConnectionSettings:
+    """Return the sizes and times of connections. A message may be as long as the memory that this process may use.
+
+    :raises ValueError: a setting is out of its range.
+    """
+    send_buffers = int(_get("send-buffers"))
+    return ConnectionSettings(
+        buffer_size=parse_bytes(_get("buffer-size")),
+        receive_depth=int(_get("receive-depth")),
+        send_buffers=send_buffers,
+        send_depth=send_buffers + _FREE_SENDS,
+        max_message=int(MEMORY_LIMIT),
+        keep_alive_s=parse_timedelta(dask.config.get("distributed.comm.timeouts.tcp"), default="seconds"),
+    )

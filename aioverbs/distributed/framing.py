@@ -1,0 +1,117 @@
+"""PURE: how the frames of a Dask message are divided into messages of a connection.
+
+A Dask message is a list of frames. Consecutive frames form a run, and each run arrives in memory of its own. The first
+message is the head; long runs follow as messages of their own:
+
+    head       number of frames n and number of runs m, 32 bits each
+               size of each frame in bytes, n times 64 bits
+               number of frames of each run, m times 32 bits
+               the first run, then all other runs of less than `LONG_RUN` bytes
+    message    a run of at least `LONG_RUN` bytes
+    ...
+"""
+
+import struct
+from collections.abc import Sequence
+
+__all__ = ["LONG_RUN", "encode", "parse"]
+
+LONG_RUN = 64 * 1024
+"""Smallest size, in bytes, of a run that is a message of its own."""
+
+_MAX_SHARED = 512 * 1024  # a longer object gets memory of its own, which begins at a page
+_NUMBERS = struct.Struct("<II")
+
+
+def encode(frames: Sequence[bytes | bytearray | memoryview]) -> tuple[int, list[list[bytes | bytearray | memoryview]]]:
+    """Divide the frames of a Dask message into messages of a connection.
+
+    :param frames: at least one frame.
+    :returns: the number of bytes of all messages, and the messages, each a list of buffers to send one after the other.
+    """
+    sizes = [memoryview(frame).nbytes for frame in frames]
+    runs = _divide(frames, sizes)
+    head: list[bytes | bytearray | memoryview] = [
+        b"".join(
+            (
+                _NUMBERS.pack(len(sizes), len(runs)),
+                struct.pack(f"<{len(sizes)}Q{len(runs)}I", *sizes, *map(len, runs)),
+            )
+        )
+    ]
+    messages = [head]
+    at = 0
+    for number, run in enumerate(runs):
+        is_long = number > 0 and sum(sizes[at : at + len(run)]) >= LONG_RUN
+        at += len(run)
+        if is_long:
+            messages.append(run)
+        else:
+            head.extend(run)
+    return len(head[0]) + sum(sizes), messages
+
+
+def _divide(
+    frames: Sequence[bytes | bytearray | memoryview], sizes: Sequence[int]
+) -> list[list[bytes | bytearray | memoryview]]:
+    """Divide frames into runs.
+
+    The memory of a run stays allocated as long as the receiver uses any part of it. A frame of `bytes` is only read
+    while the message is decoded, but every other frame is the memory of an object that may live long. So each object
+    has a run, which all slices of the object share. The first object shares the first run with the frames before it, if
+    these are at most 2 KiB or 5 % of it.
+
+    :param frames: at least one frame.
+    :param sizes: size of each frame in bytes.
+    :returns: the runs, each a list of at least one frame.
+    """
+    run: list[bytes | bytearray | memoryview] = []
+    runs = [run]
+    current: object = None  # the object whose memory is in `run`; None if there is none yet
+    leading = 0  # bytes in the first run before the first object
+    for frame, size in zip(frames, sizes, strict=True):
+        memory = frame.obj if isinstance(frame, memoryview) else frame
+        if isinstance(memory, bytes):
+            if current is not None:
+                run = []
+                runs.append(run)
+                current = None
+            elif len(runs) == 1:
+                leading += size
+        elif memory is not current:
+            is_first = len(runs) == 1 and current is None
+            if run and not (is_first and size <= _MAX_SHARED and leading <= max(2048, size // 20)):
+                run = []
+                runs.append(run)
+            current = memory
+        run.append(frame)
+    return runs
+
+
+def parse(head: memoryview) -> tuple[int, list[list[int]]]:
+    """Parse the beginning of a head that a peer sent.
+
+    :param head: the message, format ``"B"``.
+    :returns: the offset of the first run, and for each run the sizes of its frames in bytes.
+    :raises ValueError: the message is no head, or contains more or fewer bytes than it says.
+    """
+    if len(head) < _NUMBERS.size:
+        raise ValueError(f"the head of a message has {len(head)} bytes, at least {_NUMBERS.size} are needed")
+    n_frames, n_runs = _NUMBERS.unpack_from(head)
+    start = _NUMBERS.size + 8 * n_frames + 4 * n_runs
+    if not 1 <= n_runs <= n_frames or len(head) < start:
+        raise ValueError(f"the head of a message has {len(head):,} bytes for {n_frames:,} frames in {n_runs:,} runs")
+    numbers = struct.unpack_from(f"<{n_frames}Q{n_runs}I", head, _NUMBERS.size)
+    sizes, counts = numbers[:n_frames], numbers[n_frames:]
+    if sum(counts) != n_frames or 0 in counts:
+        raise ValueError(f"the head of a message has {n_frames:,} frames, but its runs have {sum(counts):,}")
+    runs = []
+    at = 0
+    for count in counts:
+        runs.append(list(sizes[at : at + count]))
+        at += count
+    totals = [sum(run) for run in runs]
+    expected = start + totals[0] + sum(total for total in totals[1:] if total < LONG_RUN)
+    if len(head) != expected:
+        raise ValueError(f"the head of a message has {len(head):,} bytes instead of {expected:,}")
+    return start, runs

@@ -1,0 +1,71 @@
+"""The messages of a comm that were written, but not sent yet."""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Iterable
+
+import anyio
+
+from aioverbs._connection.connection import Connection
+
+__all__ = ["Buffers", "Outbox"]
+
+logger = logging.getLogger("aioverbs")
+
+Buffers = list[bytes | bytearray | memoryview]
+"""The parts of a message, which are sent one after the other."""
+
+
+class Outbox:
+    """Queue of messages to send. Writing to a comm does not wait for the peer, as with ``tcp://``: Dask relies on that.
+
+    The memory of a message is not copied, and must not change before the message is sent. The queue is used on the
+    event loop of the connection only.
+
+    :param connection: the open connection.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self.failure: Exception | None = None  # with which sending ended
+        self._connection = connection
+        self._messages: deque[Buffers] = deque()
+        self._sender: asyncio.Task[None] | None = None  # None if all messages were sent
+
+    def put(self, messages: Iterable[Buffers]) -> None:
+        """Append messages to the queue, and begin to send them.
+
+        :param messages: messages, each a list of contiguous buffers.
+        """
+        self._messages.extend(messages)
+        if self._sender is None:
+            self._sender = asyncio.get_running_loop().create_task(self._send())
+
+    async def _send(self) -> None:
+        """Send all messages of the queue. On failure, abort the connection, so that reading fails as well."""
+        try:
+            while self._messages:
+                await self._connection.send(b"".join(self._messages.popleft()))
+        except Exception as error:
+            self.failure = error
+            self._messages.clear()
+            if not isinstance(error, anyio.BrokenResourceError | anyio.ClosedResourceError):
+                logger.error("a message to a comm could not be sent", exc_info=error)
+            self._connection.abort()
+        finally:
+            self._sender = None
+
+    async def flush(self, timeout_s: float) -> None:
+        """Wait until all messages are sent, or sending failed, or the time is over. Then the rest is discarded.
+
+        :param timeout_s: limit in seconds.
+        """
+        sender = self._sender
+        if sender is None:
+            return
+        try:
+            await asyncio.wait((sender,), timeout=timeout_s)
+        finally:
+            if not sender.done():
+                self._messages.clear()
+                sender.cancel()

@@ -1,0 +1,1 @@
+"""Tests of the comm backend for Dask."""

@@ -1,0 +1,321 @@
+"""Comms, listeners and connectors of the backend."""
+
+import asyncio
+import gc
+import logging
+import os
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import dask.config
+import numpy as np
+import pytest
+from distributed.comm.addressing import (
+    get_address_host,
+    get_address_host_port,
+    get_local_address_for,
+    resolve_address,
+)
+from distributed.comm.core import CommClosedError, FatalCommClosedError, connect, listen
+from distributed.comm.registry import get_backend
+from distributed.protocol.serialize import Serialized, deserialize, serialize, to_serialize
+from distributed.security import Security
+from distributed.utils import get_ip
+from distributed.utils_test import has_ipv6
+
+import aioverbs
+from aioverbs.distributed import AioverbsBackend, AioverbsComm
+from aioverbs.distributed.domains import get_domain
+from aioverbs.distributed.framing import encode
+
+ADDRESS = "aioverbs://127.0.0.1"
+
+
+@asynccontextmanager
+async def pair(**kwargs: Any) -> AsyncIterator[tuple[AioverbsComm, AioverbsComm]]:
+    """Connect two comms: that of the connector, and that of the listener."""
+    accepted: asyncio.Queue[AioverbsComm] = asyncio.Queue()
+    listener = await listen(ADDRESS, accepted.put, **kwargs)
+    a = await connect(listener.contact_address, **kwargs)
+    b = await accepted.get()
+    listener.stop()
+    try:
+        yield a, b
+    finally:
+        await a.close()
+        await b.close()
+
+
+@pytest.mark.parametrize("size", [0, 1, 2100, 70_000, 600_000, 3_000_000])
+async def test_arrays_arrive_in_writable_memory_of_their_own(size: int) -> None:
+    first, second = np.random.default_rng(size).integers(0, 255, (2, size), dtype="u1")
+    async with pair() as (a, b):
+        await a.write({"op": "put", "data": [to_serialize(first), to_serialize(second)]})
+        one, two = (await b.read())["data"]
+    np.testing.assert_array_equal(one, first)
+    np.testing.assert_array_equal(two, second)
+    one[:] = 0
+    np.testing.assert_array_equal(two, second)
+    two[:] = 0
+
+
+async def test_an_object_of_several_shards_arrives_as_one() -> None:
+    array = np.arange(1_000_000)
+    async with pair() as (a, b):
+        a.max_shard_size = 300_000
+        await a.write(to_serialize(array))
+        np.testing.assert_array_equal(await b.read(), array)
+
+
+async def test_messages_arrive_in_order_whatever_their_size() -> None:
+    sizes = [10, 3_000_000, 10, 100_000, 10]
+    async with pair() as (a, b):
+        for number, size in enumerate(sizes):
+            await a.write((number, to_serialize(np.full(size, number))))
+        for number, size in enumerate(sizes):
+            received, array = await b.read()
+            assert (received, len(array), array[-1]) == (number, size, number)
+
+
+async def test_writing_does_not_wait_for_the_reader() -> None:
+    async with pair() as (a, b):
+        for _ in range(3):
+            await asyncio.wait_for(a.write(to_serialize(np.zeros(3_000_000, "u1"))), 5)
+        for _ in range(3):
+            assert len(await b.read()) == 3_000_000
+
+
+async def test_closing_delivers_what_was_written() -> None:
+    async with pair() as (a, b):
+        await a.write(to_serialize(np.ones(3_000_000, "u1")))
+        read = asyncio.create_task(b.read())
+        await a.close()
+        assert (await read).sum() == 3_000_000
+        with pytest.raises(CommClosedError):
+            await b.read()
+
+
+async def test_objects_stay_serialized_where_that_is_asked_for() -> None:
+    async with pair(deserialize=False) as (a, b):
+        await a.write({"x": to_serialize(123), "y": Serialized(*serialize(456))})
+        message = await b.read()
+    assert [deserialize(each.header, each.frames) for each in message.values()] == [123, 456]
+
+
+async def test_an_idle_comm_finds_that_its_peer_has_closed() -> None:
+    async with pair() as (a, b):
+        await a.close()
+        await asyncio.wait_for(b._connection.wait_lost(), 5)
+        assert b.closed()
+        with pytest.raises(CommClosedError):
+            await b.write("x")
+
+
+@pytest.mark.parametrize("on_thread", [False, True])
+async def test_abort_ends_the_calls_of_both_ends(on_thread: bool) -> None:
+    async with pair() as (a, b):
+        reads = [asyncio.create_task(comm.read()) for comm in (a, b)]
+        await asyncio.sleep(0)
+        if on_thread:
+            await asyncio.to_thread(a.abort)
+        else:
+            a.abort()
+        assert a.closed()
+        for read in reads:
+            with pytest.raises(CommClosedError):
+                await asyncio.wait_for(read, 5)
+        a.abort()
+
+
+async def test_a_cancelled_read_closes_the_comm() -> None:
+    async with pair() as (a, b):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(a.read(), 0.01)
+        assert a.closed()
+        with pytest.raises(CommClosedError):
+            await asyncio.wait_for(b.read(), 5)
+
+
+async def test_a_dropped_comm_is_closed(caplog: pytest.LogCaptureFixture) -> None:
+    accepted: asyncio.Queue[AioverbsComm] = asyncio.Queue()
+    listener = await listen(ADDRESS, accepted.put)
+    comm = await connect(listener.contact_address)
+    other = await accepted.get()
+    del comm
+    gc.collect()
+    with pytest.raises(CommClosedError):
+        await asyncio.wait_for(other.read(), 5)
+    assert "was dropped without being closed" in caplog.text
+    listener.stop()
+
+
+async def test_a_malformed_message_closes_the_comm() -> None:
+    async with pair() as (a, b):
+        connection: aioverbs.Connection = a._connection
+        await connection.send(b"no head")
+        with pytest.raises(CommClosedError, match="the head of a message has 7 bytes"):
+            await b.read()
+        assert b.closed()
+
+
+async def test_a_run_of_another_size_closes_the_comm() -> None:
+    async with pair() as (a, b):
+        connection: aioverbs.Connection = a._connection
+        frames: list[bytes | bytearray | memoryview] = [b"h", bytearray(100_000), bytearray(100_000)]
+        await connection.send(b"".join(encode(frames)[1][0]))
+        await connection.send(b"short")
+        with pytest.raises(CommClosedError, match="5 bytes instead of 100,000"):
+            await b.read()
+
+
+async def test_encryption_is_refused() -> None:
+    with dask.config.set({"distributed.comm.require-encryption": True}):
+        arguments = Security().get_connection_args("worker")
+    with pytest.raises(RuntimeError, match="messages go from device to device unencrypted"):
+        await listen(ADDRESS, print, **arguments)
+    with pytest.raises(RuntimeError, match="encryption required by Dask configuration"):
+        await connect(f"{ADDRESS}:1", **arguments)
+
+
+async def test_addresses() -> None:
+    assert isinstance(get_backend("aioverbs"), AioverbsBackend)
+    assert get_address_host("aioverbs://10.0.0.1:80") == "10.0.0.1"
+    assert get_address_host_port("aioverbs://[::1]:80") == ("::1", 80)
+    assert resolve_address("aioverbs://localhost:80") == "aioverbs://127.0.0.1:80"
+    assert get_local_address_for("aioverbs://127.0.0.1:80") == "aioverbs://127.0.0.1"
+    with pytest.raises(ValueError, match="brackets"):
+        get_address_host("aioverbs://::1:80")
+
+
+@pytest.mark.filterwarnings("ignore:get_ipv6 is deprecated")  # `distributed` itself calls it
+@pytest.mark.parametrize(
+    "host",
+    ["", "0.0.0.0", pytest.param("[::]", marks=pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6"))],
+)
+async def test_a_wildcard_has_a_contact_address(host: str) -> None:
+    listener = await listen(f"aioverbs://{host}", print)
+    with pytest.raises(OSError, match="in use"):
+        await listen(listener.listen_address, print)
+    contact, _ = get_address_host_port(listener.contact_address)
+    assert contact == get_ip("2001:4860:4860::8888" if ":" in host else "8.8.8.8")
+    listener.stop()
+
+
+async def test_a_stopped_listener_frees_its_port_and_leaves_comms_open() -> None:
+    accepted: asyncio.Queue[AioverbsComm] = asyncio.Queue()
+    listener = await listen(ADDRESS, accepted.put)
+    comm = await connect(listener.contact_address)
+    listener.stop()
+    again = await listen(listener.listen_address, print)
+    again.stop()
+    await comm.write("x")
+    other = await accepted.get()
+    assert await other.read() == "x"
+    await comm.close()
+    await other.close()
+
+
+async def test_a_listener_survives_a_peer_that_breaks_the_handshake() -> None:
+    called = asyncio.Event()
+
+    async def handle(comm: AioverbsComm) -> None:
+        called.set()
+        await comm.close()
+
+    listener = await listen(ADDRESS, handle)
+    host, port = get_address_host_port(listener.contact_address)
+    (await asyncio.open_connection(host, port))[1].close()
+    async with aioverbs.connect(host, port, domain=await get_domain()):
+        pass
+    assert not called.is_set()
+    await (await connect(listener.contact_address)).close()
+    await asyncio.wait_for(called.wait(), 5)
+    listener.stop()
+
+
+async def test_a_refused_handshake_is_not_repeated() -> None:
+    async with aioverbs.listen("127.0.0.1", domain=await get_domain(), secret=b"s") as listener:
+        with pytest.raises(FatalCommClosedError, match="secret"):
+            await connect(f"{ADDRESS}:{listener.port}", timeout=30)
+        assert listener.statistics().refused == (("SECRET", 1),)
+
+
+async def test_connecting_to_a_busy_listener_is_repeated() -> None:
+    async with aioverbs.listen("127.0.0.1", domain=await get_domain(), max_connections=1) as listener:
+        async with aioverbs.connect("127.0.0.1", listener.port, domain=await get_domain()):
+            with pytest.raises(OSError, match="Timed out"):
+                await connect(f"{ADDRESS}:{listener.port}", timeout=0.5)
+        assert dict(listener.statistics().refused)["BUSY"] > 1
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("message-model", "FAST", "must be one of "),
+        ("buffer-size", "1 B", "`buffer_size` must be from 512"),
+        ("transport", "udp", "`transport` must be"),
+        ("device", "soft0@:1", "address"),
+    ],
+)
+async def test_a_wrong_setting_is_reported(setting: str, value: str, message: str) -> None:
+    with (
+        dask.config.set({f"distributed.comm.aioverbs.{setting}": value}),
+        pytest.raises(ValueError, match=message),
+    ):
+        await listen(ADDRESS, print)
+
+
+async def test_settings_are_used() -> None:
+    chosen = {"message_model": "low_latency", "buffer-size": "8 KiB", "receive-depth": 5, "send-buffers": 3}
+    with dask.config.set({"distributed.comm.aioverbs": chosen, "distributed.comm.timeouts.tcp": "7s"}):
+        async with pair() as (a, _):
+            settings = a._connection.settings
+            model = (await get_domain()).message_model
+    assert (settings.buffer_size, settings.receive_depth, settings.send_buffers) == (8192, 5, 3)
+    assert settings.keep_alive_s == 7
+    assert model is aioverbs.MessageModel.LOW_LATENCY
+
+
+def on_new_thread(function: Callable[[], None]) -> None:
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
+
+
+async def test_each_loop_has_a_domain_which_is_closed_after_the_loop() -> None:
+    domains = []
+
+    async def get() -> None:
+        domains.append(await get_domain())
+        assert await get_domain() is domains[-1]
+
+    for _ in range(3):
+        on_new_thread(lambda: asyncio.run(get()))
+    assert len(set(map(id, domains))) == 3
+    await get()
+    assert [domain.closed for domain in domains] == [True, True, True, False]
+
+
+def test_a_forked_child_has_a_device_of_its_own() -> None:
+    async def exchange() -> None:
+        async with pair() as (a, b):
+            await a.write("x")
+            assert await b.read() == "x"
+
+    asyncio.run(exchange())
+    ours, theirs = socket.socketpair()
+    child = os.fork()
+    if child == 0:
+        logging.disable()
+        asyncio.run(exchange())
+        theirs.send(b"done")
+        os._exit(0)
+    theirs.close()
+    ours.settimeout(30)
+    assert ours.recv(4) == b"done"
+    ours.close()
+    assert os.waitpid(child, 0)[1] == 0
+    asyncio.run(exchange())

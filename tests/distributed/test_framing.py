@@ -1,0 +1,102 @@
+"""Frames of Dask messages in messages of a connection, without a connection."""
+
+import struct
+
+import pytest
+from hypothesis import given, strategies as st
+
+from aioverbs.distributed.framing import LONG_RUN, encode, parse
+
+Frames = list[bytes | bytearray | memoryview]
+
+
+def runs_of(frames: Frames) -> list[list[int]]:
+    """Return the sizes of the frames in each run."""
+    _, messages = encode(frames)
+    return parse(memoryview(b"".join(messages[0])))[1]
+
+
+def decoded(messages: list[Frames]) -> list[bytes]:
+    """Return the frames of messages."""
+    head, *rest = [b"".join(message) for message in messages]
+    at, runs = parse(memoryview(head))
+    frames = []
+    for number, sizes in enumerate(runs):
+        is_long = number > 0 and sum(sizes) >= LONG_RUN
+        memory, start = (rest.pop(0), 0) if is_long else (head, at)
+        for size in sizes:
+            frames.append(memory[start : start + size])
+            start += size
+        if not is_long:
+            at = start
+    assert not rest
+    return frames
+
+
+sizes = st.one_of(st.integers(0, 3000), st.sampled_from([LONG_RUN - 1, LONG_RUN, 600_000]))
+
+
+@given(st.lists(st.tuples(st.booleans(), sizes), min_size=1, max_size=8))
+def test_frames_arrive_as_they_were_sent(drawn: list[tuple[bool, int]]) -> None:
+    frames: Frames = [
+        bytes([number]) * size if is_bytes else memoryview(bytearray([number]) * size)
+        for number, (is_bytes, size) in enumerate(drawn)
+    ]
+    total, messages = encode(frames)
+    assert decoded(messages) == [bytes(each) for each in frames]
+    assert total == sum(len(buffer) for message in messages for buffer in message)
+
+
+def test_objects_do_not_share_a_run() -> None:
+    frames: Frames = [b"h" * 10, memoryview(bytearray(8)), memoryview(bytearray(8)), b"h" * 10, bytearray(8)]
+    assert runs_of(frames) == [[10, 8], [8], [10], [8]]
+
+
+def test_slices_of_an_object_share_a_run() -> None:
+    array = memoryview(bytearray(300_000))
+    assert runs_of([b"h" * 10, array[:200_000], array[200_000:]]) == [[10, 200_000, 100_000]]
+    other = memoryview(bytearray(2_000_000))
+    assert runs_of([b"h" * 10, bytearray(1), other[:1_000_000], other[1_000_000:]]) == [[10, 1], [1_000_000] * 2]
+
+
+@pytest.mark.parametrize(
+    ("leading", "size", "shared"),
+    [(2048, 1, True), (2049, 1, False), (10_000, 200_000, True), (10_001, 200_000, False), (10, 600_000, False)],
+)
+def test_the_first_object_shares_the_run_of_a_small_header(leading: int, size: int, shared: bool) -> None:
+    assert runs_of([b"h" * leading, bytearray(size)]) == ([[leading, size]] if shared else [[leading], [size]])
+
+
+def head(n_frames: int, n_runs: int, numbers: list[int], counts: list[int], rest: bytes = b"") -> bytes:
+    return struct.pack(f"<II{len(numbers)}Q{len(counts)}I", n_frames, n_runs, *numbers, *counts) + rest
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"",
+        b"\x00" * 7,
+        head(0, 0, [], []),
+        head(2**32 - 1, 2**32 - 1, [], []),
+        head(1, 0, [1], [], b"x"),
+        head(1, 2, [1], [1, 0], b"x"),
+        head(2, 2, [1, 1], [2, 0], b"xx"),
+        head(2, 1, [1, 1], [1], b"xx"),
+        head(1, 1, [2], [1], b"x"),
+        head(1, 1, [2**64 - 1], [1], b"x"),
+        head(1, 1, [0], [1], b"x"),
+    ],
+)
+def test_a_malformed_head_is_refused(message: bytes) -> None:
+    with pytest.raises(ValueError, match="the head of a message has"):
+        parse(memoryview(message))
+
+
+@given(st.binary(max_size=64))
+def test_any_head_is_parsed_or_refused(message: bytes) -> None:
+    try:
+        at, runs = parse(memoryview(message))
+    except ValueError:
+        return
+    assert at + sum(runs[0]) <= len(message)
+    assert all(runs)

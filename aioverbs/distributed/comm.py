@@ -90,12 +90,15 @@ class AioverbsComm(Comm):
             raise CommClosedError(f"in {self}: a received object is truncated") from error
 
     async def _receive_frames(self) -> list[memoryview]:
-        """Receive the frames of a message, each run of them in writable memory of its own: see `framing`.
+        """Receive the frames of a message, each run of them in writable memory of its own: see `framing`. A long run is
+        read from the peer's memory in one copy, into memory that is recycled when nothing refers to it.
 
         :raises ValueError: the peer sent no such message.
         :raises Exception: whatever `Connection.receive` raises.
         """
-        head = await _receive_buffer(self._connection)
+        message = await self._connection.receive()
+        head = host_array(len(message))
+        head[:] = message
         at, runs = parse(head)
         frames: list[memoryview] = []
         for number, sizes in enumerate(runs):
@@ -108,8 +111,9 @@ class AioverbsComm(Comm):
                 memory[:] = head[at : at + total]
                 at += total
             else:
-                memory = host_array(total)
-                await _receive_into(self._connection, memory)
+                memory = await self._connection.receive_buffer()
+                if len(memory) != total:
+                    raise ValueError(f"the peer sent {len(memory):,} bytes instead of {total:,}")
             start = 0
             for size in sizes:
                 frames.append(memory[start : start + size])
@@ -137,7 +141,11 @@ class AioverbsComm(Comm):
         )
         self._check_open()
         total, messages = encode(frames)
-        self._outbox.put(messages)
+        try:
+            self._outbox.put(messages)
+        except _LOST as error:
+            self.abort()
+            raise CommClosedError(f"in {self}: {error}") from error
         return total
 
     def _check_open(self) -> None:
@@ -174,26 +182,3 @@ def _abort_dangling(connection: Connection, local_address: str, peer_address: st
     if connection.broken is None:
         logger.warning("a comm from %s to %s was dropped without being closed", local_address, peer_address)
     connection.abort()
-
-
-async def _receive_buffer(connection: Connection) -> memoryview:
-    """Receive a message into new, writable memory.
-
-    :raises Exception: whatever `Connection.receive` raises.
-    """
-    message = await connection.receive()
-    memory = host_array(len(message))
-    memory[:] = message
-    return memory
-
-
-async def _receive_into(connection: Connection, memory: memoryview) -> None:
-    """Receive a message that fills the memory.
-
-    :raises ValueError: the message has another size.
-    :raises Exception: whatever `Connection.receive` raises.
-    """
-    message = await connection.receive()
-    if len(message) != len(memory):
-        raise ValueError(f"the peer sent {len(message):,} bytes instead of {len(memory):,}")
-    memory[:] = message

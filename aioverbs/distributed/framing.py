@@ -16,8 +16,8 @@ from collections.abc import Sequence
 
 __all__ = ["LONG_RUN", "encode", "parse"]
 
-LONG_RUN = 64 * 1024
-"""Smallest size, in bytes, of a run that is a message of its own."""
+LONG_RUN = 128 * 1024
+"""Smallest size, in bytes, of a run that is a message of its own: the receiver reads it in one copy."""
 
 _MAX_SHARED = 512 * 1024  # a longer object gets memory of its own, which begins at a page
 _NUMBERS = struct.Struct("<II")

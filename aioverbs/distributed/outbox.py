@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Iterable
 
 import anyio
 
@@ -32,11 +31,20 @@ class Outbox:
         self._messages: deque[Buffers] = deque()
         self._sender: asyncio.Task[None] | None = None  # None if all messages were sent
 
-    def put(self, messages: Iterable[Buffers]) -> None:
-        """Append messages to the queue, and begin to send them.
+    def put(self, messages: list[Buffers]) -> None:
+        """Send messages: a single one at once if that needs no waiting, the others by a task.
 
         :param messages: messages, each a list of contiguous buffers.
+        :raises BrokenResourceError: the connection is broken.
+        :raises ClosedResourceError: the connection is closed.
         """
+        if len(messages) == 1 and self._sender is None:
+            try:
+                self._connection.send_nowait(messages[0])
+            except (anyio.WouldBlock, ValueError):
+                pass  # it has to wait, or is too long for one buffer
+            else:
+                return
         self._messages.extend(messages)
         if self._sender is None:
             self._sender = asyncio.get_running_loop().create_task(self._send())
@@ -45,7 +53,7 @@ class Outbox:
         """Send all messages of the queue. On failure, abort the connection, so that reading fails as well."""
         try:
             while self._messages:
-                await self._connection.send(b"".join(self._messages.popleft()))
+                await self._connection.send(self._messages.popleft())
         except Exception as error:
             self.failure = error
             self._messages.clear()

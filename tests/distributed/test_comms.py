@@ -164,10 +164,10 @@ async def test_a_malformed_message_closes_the_comm() -> None:
 async def test_a_run_of_another_size_closes_the_comm() -> None:
     async with pair() as (a, b):
         connection: aioverbs.Connection = a._connection
-        frames: list[bytes | bytearray | memoryview] = [b"h", bytearray(100_000), bytearray(100_000)]
+        frames: list[bytes | bytearray | memoryview] = [b"h", bytearray(200_000), bytearray(200_000)]
         await connection.send(b"".join(encode(frames)[1][0]))
         await connection.send(b"short")
-        with pytest.raises(CommClosedError, match="5 bytes instead of 100,000"):
+        with pytest.raises(CommClosedError, match="5 bytes instead of 200,000"):
             await b.read()
 
 

@@ -47,16 +47,19 @@ class ReceiveBuffer(RegionSlice):
     :param length: size of the buffer in bytes.
     """
 
-    __slots__ = ("_memory",)
+    __slots__ = ("_memory", "_view")
 
     def __init__(self, block: LeasedBuffer, memory: memoryview, offset: int, length: int) -> None:
         super().__init__(block.region, offset, length, block.pins)
         self._memory = memory
+        self._view: memoryview | None = None  # of this buffer: made when it is first needed
 
     def received(self, length: int) -> memoryview:
         """Return a view of the first `length` bytes."""
-        start = self.offset
-        return self._memory[start : start + length]
+        view = self._view
+        if view is None:
+            view = self._view = self._memory[self.offset : self.offset + self.length]
+        return view[:length]
 
 
 class MessageReceiver:

@@ -25,7 +25,8 @@ __all__ = ["at_once", "in_sequence"]
 HOST = "127.0.0.1"
 TURN = 50  # connects of a contender before the next one's turn
 BACKLOG = 1024
-HANDSHAKES = 1024  # as many as connect at once: else those that this machine leaves waiting for long are dropped
+HANDSHAKES = 1024  # as many as connect at once
+PATIENCE_S = 600  # a busy machine drops no peer
 FIRST = 9  # processes that connect for the first time
 
 Connect = Callable[[], Awaitable[Callable[[], object]]]
@@ -52,7 +53,15 @@ async def _accept(path: str) -> None:
     async with (
         open_device("soft0") as device,
         device.loop_domain() as domain,
-        serve(keep, HOST, domain=domain, backlog=BACKLOG, max_handshakes=HANDSHAKES, drain_timeout_s=0) as server,
+        serve(
+            keep,
+            HOST,
+            domain=domain,
+            backlog=BACKLOG,
+            max_handshakes=HANDSHAKES,
+            handshake_timeout_s=PATIENCE_S,
+            drain_timeout_s=0,
+        ) as server,
         await asyncio.start_server(keep_stream, HOST, 0, backlog=BACKLOG) as tcp,
         await asyncio.start_unix_server(keep_stream, path, backlog=BACKLOG),
     ):
@@ -95,7 +104,7 @@ async def _contenders() -> AsyncIterator[tuple[dict[str, Connect], int]]:
             async with open_device("soft0") as device, device.loop_domain() as domain:
 
                 async def by_connection() -> Callable[[], object]:
-                    return (await connect(HOST, port, domain=domain, timeout_s=60)).abort
+                    return (await connect(HOST, port, domain=domain, timeout_s=PATIENCE_S)).abort
 
                 async def by_tcp() -> Callable[[], object]:
                     _, writer = await asyncio.open_connection(HOST, tcp)

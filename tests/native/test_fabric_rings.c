@@ -699,17 +699,18 @@ static void files_that_are_no_rings(void)
 /* Files that come with HELLO and serve no purpose do not stay open as long as the stream. */
 static void files_that_nobody_asked_for(void)
 {
+    static const uint16_t flags[] = {0, SOFT_HELLO_RINGS, SOFT_HELLO_DIRECT}; /* the last two: of the first file */
     struct soft_hello hello = {.flags = 0};
     unsigned int before, i;
 
     open_nodes();
     before = open_descriptors();
-    for (i = 0; i < 2; i++) {
+    for (i = 0; i < COUNT_OF(flags); i++) {
         int files[SOFT_MEMORY_FILES] = {soft_sealed_create("aioverbs-test", 4096, F_SEAL_SEAL),
                                         soft_sealed_create("aioverbs-test", 4096, F_SEAL_SEAL)};
         struct soft_stream peer;
 
-        hello.flags = i ? SOFT_HELLO_RINGS : 0; /* of the first file */
+        hello.flags = flags[i];
         make_peer(&peer, true, raw_connect(b));
         send_hello(&peer, &hello, files);
         close(files[0]);

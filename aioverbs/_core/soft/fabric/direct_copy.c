@@ -192,13 +192,13 @@ void soft_direct_probe(struct soft_stream *stream, const struct soft_hello *hell
         return;
     }
     why = soft_copy_tokens_map(stream);
-    if (why) {
-        set_not_direct(stream, why, 0);
-        return;
-    }
-    why = probe(stream, hello, nonce);
+    errno = 0;
+    if (!why)
+        why = probe(stream, hello, nonce);
     if (why) {
         set_not_direct(stream, why, errno);
+        soft_descriptor_close(stream->pidfd);
+        stream->pidfd = -1;
         return;
     }
     stream->gate = hello->probe + offsetof(struct soft_gate, byte);

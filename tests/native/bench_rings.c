@@ -1,7 +1,8 @@
 /* Benchmark of two processes that poll, as JSON lines: writes of 8 bytes and reads of 4 KiB whose frames go through
- * rings or sockets, and a bare ring: a word in shared memory that the other process answers by another one. The pairs
- * of processes take turns, in short rounds. While another process has one of their two processors, a round takes a
- * thousand times as long, so the figures are those of the fastest round. */
+ * rings or sockets, and a bare ring: a word in shared memory that the other process answers by another one. Data of
+ * reads is copied directly, or comes through the ring. And writes by 16 and 32 devices of one process in turn, each a
+ * peer of its own. The pairs of processes take turns, in short rounds. While another process has one of their two
+ * processors, a round takes a thousand times as long, so the figures are those of the fastest round. */
 #include "support.h"
 #include "support_types.h"
 #include "soft/base/settings.h"
@@ -9,11 +10,14 @@
 #include <signal.h>
 #include <stdatomic.h>
 #include <sys/mman.h>
+#include <sys/uio.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
-enum { ROUNDS = 301, OPERATIONS = 200, READ = 4096 };
-enum kind { BARE, RINGS, SOCKETS, KINDS, NONE = KINDS };
+enum { ROUNDS = 301, OPERATIONS = 200, READ = 4096, MOST_PEERS = 32 };
+enum kind { BARE, RINGS, DATA_IN_RINGS, SOCKETS, SOME_PEERS, MANY_PEERS, KINDS, NONE = KINDS };
+
+static const unsigned int peers[KINDS] = {0, 1, 1, 1, 16, MOST_PEERS}; /* initiating devices */
 
 struct shared {
     _Alignas(128) atomic_uint turn; /* pair of processes that may run; NONE: the round is over */
@@ -21,8 +25,8 @@ struct shared {
     _Alignas(128) atomic_uint pong;
     struct {
         atomic_uint opened, connected; /* ends of the pair */
-        union ibv_gid gids[2];
-        uint32_t numbers[2];
+        union ibv_gid gids[2][MOST_PEERS];
+        uint32_t numbers[2][MOST_PEERS];
         uint64_t address;
         uint32_t key;
     } of[KINDS];
@@ -46,47 +50,60 @@ static void raise_end(struct end *end, struct ibv_qp_attr *attr, enum ibv_qp_sta
     REQUIRE_EQ(soft_verbs.modify_qp(end->qp, attr, mask), 0);
 }
 
-/* Open an end and connect it to the other process of its pair. */
-static void open_end(struct home *home, struct end *end, enum kind kind, int is_target)
+/* Open the ends of a process, and connect them to those of the other process of its pair. The target has one home. */
+static void open_ends(struct home *homes, struct end *ends, enum kind kind, int is_target)
 {
     struct check_variant variant = {"bench", {.mode = SOFT_INLINE, .settings = &settings}, true};
-    struct ibv_qp_attr attr = default_link;
+    unsigned int i;
 
-    settings.rings = kind == RINGS;
-    home_open_like(home, &variant);
-    TYPED_OPEN(end, home, .type = IBV_QPT_RC);
-    REQUIRE_EQ(soft_verbs.query_gid(home->context, 1, 1, &shared->of[kind].gids[is_target]), 0);
-    shared->of[kind].numbers[is_target] = end->qp->qp_num;
+    settings.rings = kind != SOCKETS;
+    settings.direct = kind != DATA_IN_RINGS;
+    for (i = 0; i < peers[kind]; i++) {
+        struct home *home = &homes[is_target ? 0 : i];
+
+        if (!is_target || !i)
+            home_open_like(home, &variant);
+        TYPED_OPEN(&ends[i], home, .type = IBV_QPT_RC);
+        REQUIRE_EQ(soft_verbs.query_gid(home->context, 1, 1, &shared->of[kind].gids[is_target][i]), 0);
+        shared->of[kind].numbers[is_target][i] = ends[i].qp->qp_num;
+    }
     if (is_target) {
-        shared->of[kind].address = (uintptr_t)end->memory;
-        shared->of[kind].key = end->mr->rkey;
+        shared->of[kind].address = (uintptr_t)ends[0].memory;
+        shared->of[kind].key = ends[0].mr->rkey;
     }
     atomic_fetch_add(&shared->of[kind].opened, 1);
     wait_for(&shared->of[kind].opened, 2);
-    attr.timeout = 20; /* 4 s: the machine may be busy */
-    attr.port_num = 1;
-    attr.dest_qp_num = shared->of[kind].numbers[!is_target];
-    attr.ah_attr = (struct ibv_ah_attr){.is_global = 1, .port_num = 1, .grh.sgid_index = 1};
-    attr.ah_attr.grh.dgid = shared->of[kind].gids[!is_target];
-    raise_end(end, &attr, IBV_QPS_INIT, init_mask(IBV_QPT_RC));
-    raise_end(end, &attr, IBV_QPS_RTR, rtr_mask(IBV_QPT_RC));
-    raise_end(end, &attr, IBV_QPS_RTS, rts_mask(IBV_QPT_RC));
+    for (i = 0; i < peers[kind]; i++) {
+        struct ibv_qp_attr attr = default_link;
+
+        attr.timeout = 20; /* 4 s: the machine may be busy */
+        attr.port_num = 1;
+        attr.dest_qp_num = shared->of[kind].numbers[!is_target][i];
+        attr.ah_attr = (struct ibv_ah_attr){.is_global = 1, .port_num = 1, .grh.sgid_index = 1};
+        attr.ah_attr.grh.dgid = shared->of[kind].gids[!is_target][i];
+        raise_end(&ends[i], &attr, IBV_QPS_INIT, init_mask(IBV_QPT_RC));
+        raise_end(&ends[i], &attr, IBV_QPS_RTR, rtr_mask(IBV_QPT_RC));
+        raise_end(&ends[i], &attr, IBV_QPS_RTS, rts_mask(IBV_QPT_RC));
+    }
     atomic_fetch_add(&shared->of[kind].connected, 1);
     wait_for(&shared->of[kind].connected, 2);
 }
 
-/* Post one request and poll until it is done, over and over. Return the nanoseconds for each. */
-static double operate(struct end *end, enum kind kind, enum ibv_wr_opcode opcode, uint32_t length)
+/* Post one request and poll until it is done, over and over, by each end in turn. Return the nanoseconds for each. */
+static double operate(const struct end *ends, enum kind kind, enum ibv_wr_opcode opcode, uint32_t length)
 {
-    struct ibv_sge sge = {(uintptr_t)end->memory, length, end->mr->lkey};
-    struct ibv_send_wr wr = {.sg_list = &sge, .num_sge = 1, .opcode = opcode, .send_flags = IBV_SEND_SIGNALED}, *bad;
     uint64_t begin = now_ns();
     struct ibv_wc wc;
     unsigned int i;
 
-    wr.wr.rdma.remote_addr = shared->of[kind].address;
-    wr.wr.rdma.rkey = shared->of[kind].key;
     for (i = 0; i < OPERATIONS; i++) {
+        const struct end *end = &ends[i % peers[kind]];
+        struct ibv_sge sge = {(uintptr_t)end->memory, length, end->mr->lkey};
+        struct ibv_send_wr wr = {.sg_list = &sge, .num_sge = 1, .opcode = opcode, .send_flags = IBV_SEND_SIGNALED};
+        struct ibv_send_wr *bad;
+
+        wr.wr.rdma.remote_addr = shared->of[kind].address;
+        wr.wr.rdma.rkey = shared->of[kind].key;
         REQUIRE_EQ(verbs_post_send(end->qp, &wr, &bad), 0);
         while (!verbs_poll_cq(end->send_cq, 1, &wc))
             ;
@@ -124,29 +141,29 @@ static void answer_bare(void)
 
 static void be_target(enum kind kind)
 {
+    struct end ends[MOST_PEERS];
     struct home home;
     struct ibv_wc wc;
-    struct end end;
 
     if (kind != BARE)
-        open_end(&home, &end, kind, 1);
+        open_ends(&home, ends, kind, 1);
     for (;;) /* until it is killed */
         if (atomic_load_explicit(&shared->turn, memory_order_relaxed) != kind)
             sleep_us(50);
         else if (kind == BARE)
             answer_bare();
         else
-            (void)verbs_poll_cq(end.send_cq, 1, &wc);
+            (void)verbs_poll_cq(ends[0].send_cq, 1, &wc);
 }
 
 static void be_initiator(enum kind kind)
 {
-    struct home home;
-    struct end end;
+    struct home homes[MOST_PEERS];
+    struct end ends[MOST_PEERS];
     unsigned int i;
 
     if (kind != BARE)
-        open_end(&home, &end, kind, 0);
+        open_ends(homes, ends, kind, 0);
     for (i = 0; i < ROUNDS; i++) {
         while (atomic_load(&shared->turn) != kind)
             sleep_us(50);
@@ -154,9 +171,9 @@ static void be_initiator(enum kind kind)
             ask_bare(); /* until both processes are awake, here as below */
             shared->write_ns[kind][i] = ask_bare();
         } else {
-            operate(&end, kind, IBV_WR_RDMA_WRITE, 8);
-            shared->write_ns[kind][i] = operate(&end, kind, IBV_WR_RDMA_WRITE, 8);
-            shared->read_ns[kind][i] = operate(&end, kind, IBV_WR_RDMA_READ, READ);
+            operate(ends, kind, IBV_WR_RDMA_WRITE, 8);
+            shared->write_ns[kind][i] = operate(ends, kind, IBV_WR_RDMA_WRITE, 8);
+            shared->read_ns[kind][i] = operate(ends, kind, IBV_WR_RDMA_READ, READ);
         }
         atomic_store(&shared->turn, NONE);
     }
@@ -200,10 +217,29 @@ static double copy_ns(void)
     return (double)(now_ns() - begin) / OPERATIONS;
 }
 
+/* Return the fastest time of the call by which data is copied directly. */
+static double copy_call_ns(pid_t process, uint64_t address)
+{
+    static char to[READ];
+    struct iovec near = {to, READ}, far = {(void *)(uintptr_t)address, READ};
+    double least = 1e9;
+    unsigned int i;
+
+    for (i = 0; i < 100 * OPERATIONS; i++) {
+        uint64_t begin = now_ns();
+        double took;
+
+        REQUIRE_EQ(process_vm_readv(process, &near, 1, &far, 1, 0), READ);
+        took = (double)(now_ns() - begin);
+        least = took < least ? took : least;
+    }
+    return least;
+}
+
 int main(void)
 {
     char directory[] = "/tmp/aioverbs-bench-XXXXXX", command[64];
-    double bare, rings, sockets;
+    double bare, rings, sockets, in_rings, copy, call;
     pid_t children[2 * KINDS];
     unsigned int i, j;
 
@@ -231,11 +267,18 @@ int main(void)
     printf("{\"name\": \"soft_rings_write_8\", \"bare_ring_ns\": %.1f, \"rings_ns\": %.1f, \"sockets_ns\": %.1f, "
            "\"rings_to_bare_ring\": %.2f, \"sockets_to_rings\": %.2f}\n",
            bare, rings, sockets, rings / bare, sockets / rings);
+    printf("{\"name\": \"soft_rings_peers\", \"write_8_of_16_ns\": %.1f, \"write_8_of_32_ns\": %.1f}\n",
+           fastest(shared->write_ns[SOME_PEERS]), fastest(shared->write_ns[MANY_PEERS]));
     rings = fastest(shared->read_ns[RINGS]);
     sockets = fastest(shared->read_ns[SOCKETS]);
-    printf("{\"name\": \"soft_rings_read_4k\", \"memcpy_ns\": %.1f, \"rings_ns\": %.1f, \"sockets_ns\": %.1f, "
-           "\"sockets_to_rings\": %.2f}\n",
-           copy_ns(), rings, sockets, sockets / rings);
+    copy = copy_ns();
+    call = copy_call_ns(children[2 * RINGS], shared->of[RINGS].address);
+    in_rings = fastest(shared->read_ns[DATA_IN_RINGS]);
+    printf(
+        "{\"name\": \"soft_rings_read_4k\", \"memcpy_ns\": %.1f, \"process_vm_readv_ns\": %.1f, \"direct_ns\": %.1f, "
+        "\"sockets_ns\": %.1f, \"in_rings_ns\": %.1f, \"direct_beyond_the_call_ns\": %.1f, "
+        "\"in_rings_to_bare_ring_beyond_two_copies\": %.2f}\n",
+        copy, call, rings, sockets, in_rings, rings - call, (in_rings - 2 * copy) / bare);
     for (i = 0; i < 2 * KINDS; i++) {
         kill(children[i], SIGKILL);
         waitpid(children[i], NULL, 0);

@@ -27,7 +27,7 @@ _Static_assert(SOFT_RINGS_FILE == WORDS_SIZE + 2 * SOFT_RING_SIZE, "");
 
 enum {
     POLLED_STREAMS = 16, /* streams at which each poll looks, although they are idle or armed */
-    IDLE_LOOKS = 256,    /* looks that find nothing after which one of more streams is idle */
+    IDLE_LOOKS = 256,    /* looks that find nothing after which one of more streams is idle: as long as a doorbell */
 };
 
 struct ring_words {

@@ -5,6 +5,13 @@
  * epoll descriptor is added to that channel's. A thread that sleeps there wakes up when a peer sends something, reads
  * it in get_cq_event, and finds its event.
  *
+ * A socket that becomes readable wakes that thread, and also the fabric thread if it sleeps in epoll_wait. That thread
+ * gives the other one YIELD_MS to begin, and then yields to it as to a thread that polls: it sleeps, and looks every
+ * YIELD_MS, without a lock, whether the other one has polled since. So while frames come, they wake the one thread that
+ * waits for them, and the fabric thread wakes once with the first frame after a pause. Whichever thread reads holds
+ * progress. If the other one does not poll for YIELD_MS, since it runs something else or has ended, the fabric thread
+ * reads again.
+ *
  * The channel is dropped when its thread was woken for nothing of its own, when the thread does not read in time, and
  * when a socket is full. Then the fabric thread reads and sends, as without a wakeup channel. */
 #define _GNU_SOURCE

@@ -334,6 +334,18 @@ class ProcessWorker(WorkerHandle):
         """Tell the worker to end, without waiting until it has ended. This can be called from any thread."""
         self.call_on_loop(self._request_stop)
 
+    def abandon(self) -> None:
+        """Tell the worker to end; kill its process if the owner's loop has ended. A finalizer calls this.
+
+        The status of the killed process is left to `poll`, which waits for it, or to the collector.
+
+        :raises RuntimeError: the owner's loop is closed, and the process was not started.
+        """
+        if self._owner.orphaned:
+            self.kill()
+        else:
+            self._loop.call_soon_threadsafe(self._request_stop)  # later: this may run in the middle of a send
+
     def _request_stop(self) -> None:
         """Tell the worker to end if it is ready, else kill its process. Call this on the owner's loop."""
         if self.is_ready and self._link is not None:

@@ -206,6 +206,13 @@ class WorkerHandle:
         """
         raise NotImplementedError
 
+    def abandon(self) -> None:
+        """Do what `stop` does, for a finalizer, so without the lock and without waiting for anything.
+
+        :raises RuntimeError: the worker's loop is closed.
+        """
+        self.stop()
+
     @property
     def poll_interval_s(self) -> float | None:
         """Seconds between polls by a caller on the running loop; None if the caller is notified of the worker's end."""
@@ -649,7 +656,7 @@ class Supervisor:
         self.state = SupervisorState.STOPPED
         for handle in self._handles:
             with contextlib.suppress(RuntimeError):  # its loop is closed
-                handle.stop()
+                handle.abandon()
 
     def statistics(self) -> tuple[WorkerStatistics, ...]:
         """Return a tuple with the current `WorkerStatistics` of each worker, such as its numbers of calls, ordered by

@@ -24,7 +24,7 @@ from aioverbs import (
 from tests.connections.serving import served
 from tests.pace import patience
 from tests.pool import handlers
-from tests.pool.processes import processes
+from tests.pool.processes import alive, processes
 from tests.pool.work import variable
 from tests.waiting import until, wait_until
 
@@ -187,6 +187,30 @@ def run_with_pool(use: Callable[[WorkerPool, asyncio.AbstractEventLoop], None]) 
         warnings.filterwarnings("ignore", "coroutine '.*' was never awaited", RuntimeWarning)
         open_use_and_close()
         gc.collect()
+
+
+def test_a_collected_pool_whose_loop_has_ended_is_not_waited_for() -> None:
+    """The collector may run in any thread, while another one holds the lock."""
+
+    async def open_both() -> tuple[Device, WorkerPool]:
+        device = await open_device("soft0").open()
+        return device, await WorkerPool(device, 1, processes=True).open()
+
+    with contextlib.closing(asyncio.new_event_loop()) as loop:
+        device, pool = loop.run_until_complete(open_both())
+    (process,), lock, pools = processes(pool), pool._supervisor.lock, [pool]
+    del pool
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # of the pool and of asyncio's transports
+        dropping = threading.Thread(target=pools.clear)
+        with lock:
+            dropping.start()
+            dropping.join(patience(10))
+            assert not dropping.is_alive()
+        os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)  # it was killed
+        asyncio.run(device.aclose())
+        gc.collect()
+    assert not alive(process)
 
 
 def start_long_call(pool: WorkerPool, loop: asyncio.AbstractEventLoop) -> CallFuture[None]:

@@ -27,7 +27,7 @@ from aioverbs._pool.process_main import ProcessSettings, Ready, SpawnedWorker
 from aioverbs._pool.process_protocol import FrameType, Link, send_socket
 from aioverbs._pool.supervisor import Counts, PendingCall, Supervisor, WorkerHandle
 from aioverbs._verbs.protection_domain import DomainShare
-from aioverbs.errors import BrokenResourceError
+from aioverbs.errors import BrokenResourceError, ClosedResourceError
 
 __all__ = ["ProcessWorker", "SocketCall", "pickled_call"]
 
@@ -138,6 +138,7 @@ class ProcessWorker(WorkerHandle):
         self.shares_pd = domain_share is not None
         self._sent_calls: dict[int, _ProcessCall] = {}
         self._unsent_sockets: deque[_ProcessCall] = deque()  # calls that wait until their sockets are sent
+        self._retry: asyncio.TimerHandle | None = None  # timer that sends them
         self._fd_channel: socket.socket | None = None
         self._link: Link | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -395,7 +396,7 @@ class ProcessWorker(WorkerHandle):
             self._send_frame(FrameType.CALL, call)
         else:
             self._unsent_sockets.append(call)
-            if len(self._unsent_sockets) == 1:
+            if self._retry is None:
                 self._send_sockets()
 
     def _send_frame(self, frame_type: FrameType, call: _ProcessCall) -> None:
@@ -412,18 +413,25 @@ class ProcessWorker(WorkerHandle):
     def _send_sockets(self) -> None:
         """Send waiting calls with their sockets until the fd channel is full; try again with the others after 10 ms.
 
-        If the process is gone, the remaining calls are not sent: they end together with the worker.
+        A call whose socket is closed ends in the next turn of the loop. If the process is gone, the remaining calls are
+        not sent: they end together with the worker.
         """
+        self._retry = None
         while self._unsent_sockets:
             call = self._unsent_sockets[0]
             assert call.socket_call is not None
             assert self._fd_channel is not None
+            if call.socket_call.sock.fileno() < 0:  # as by a server whose loop has ended
+                self._unsent_sockets.popleft()
+                error = ClosedResourceError("the socket was closed before it was sent to a worker process")
+                self._loop.call_soon(self.on_done, call, None, error)
+                continue
             try:
                 send_socket(self._fd_channel, call.socket_call.sock)
-            except OSError as error:
+            except OSError as failure:
                 # With these errors the process is gone, and its end ends the calls. Others (EAGAIN) are temporary.
-                if error.errno not in (errno.EPIPE, errno.ECONNRESET, errno.EBADF):
-                    self._loop.call_later(_RETRY_S, self._send_sockets)
+                if failure.errno not in (errno.EPIPE, errno.ECONNRESET, errno.EBADF):
+                    self._retry = self._loop.call_later(_RETRY_S, self._send_sockets)
                 return
             self._unsent_sockets.popleft()
             call.socket_call.sock.close()

@@ -15,9 +15,19 @@ from typing import Any
 import anyio
 import pytest
 
-from aioverbs import AffinityError, BrokenResourceError, ForkedProcessError, WorkerDiedError, WorkerPool
+from aioverbs import (
+    AffinityError,
+    BrokenResourceError,
+    ClosedResourceError,
+    ForkedProcessError,
+    WorkerDiedError,
+    WorkerPool,
+)
+from aioverbs._lifecycle.cross_loop import CrossLoopFuture
 from aioverbs._pool.placement import rendezvous
+from aioverbs._pool.pool import send_socket_call, socket_call_factory_for
 from aioverbs._pool.process_protocol import receive_socket, send_socket
+from aioverbs._pool.supervisor import PendingCall
 from tests.core.children import in_child
 from tests.pace import patience
 from tests.pool import handlers, work
@@ -113,6 +123,49 @@ async def test_a_call_ends_if_its_result_cannot_be_sent(pool: WorkerPool) -> Non
     async with asyncio.timeout(patience(20)):
         with pytest.raises(MemoryError, match="no memory for the frame"):
             await call.wait()
+
+
+def send_to_worker(pool: WorkerPool, sock: socket.socket) -> tuple[PendingCall, CrossLoopFuture[str]]:
+    """Send a call with a socket to the same worker as all others."""
+    future: CrossLoopFuture[str] = CrossLoopFuture(asyncio.get_running_loop())
+    payload = socket_call_factory_for(pool, work.close_socket)(sock, print)
+    return send_socket_call(pool, payload, future, "the same worker"), future
+
+
+async def test_a_closed_socket_does_not_keep_others_from_being_sent(pool: WorkerPool) -> None:
+    near, far = socket.socketpair()
+    with far:
+        closed = socket.socket()
+        closed.close()
+        _, failing = send_to_worker(pool, closed)
+        call, sent = send_to_worker(pool, near)
+        async with asyncio.timeout(patience(20)):
+            assert await sent.wait(call.withdraw) == "closed"
+            with pytest.raises(ClosedResourceError, match="closed before it was sent"):
+                await failing.wait(call.withdraw)
+
+
+async def test_sending_of_sockets_is_retried_by_one_timer(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts: list[None] = []
+
+    def fail(*_: socket.socket) -> None:
+        attempts.append(None)
+        raise BlockingIOError(errno.EAGAIN, "the channel is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("aioverbs._pool.process_worker.send_socket", fail)
+        for _ in range(50):
+            with socket.socket() as sock:
+                call, cancelled = send_to_worker(pool, sock)
+                call.withdraw()
+                with pytest.raises(asyncio.CancelledError):
+                    await cancelled.wait(call.withdraw)
+        call, sent = send_to_worker(pool, socket.socket())
+        attempts.clear()
+        await asyncio.sleep(0.1)
+        assert len(attempts) <= 11
+    async with asyncio.timeout(patience(20)):
+        assert await sent.wait(call.withdraw) == "closed"
 
 
 async def test_cancelling_the_wait_on_another_loop_cancels_the_call(pool: WorkerPool) -> None:

@@ -5,6 +5,7 @@ import contextlib
 import contextvars
 import os
 import signal
+import socket
 import sys
 import time
 import warnings
@@ -203,6 +204,11 @@ def block(seconds: float, folder: str | None = None) -> None:
 
 def kill_own_process() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def close_socket(sock: socket.socket, _: object) -> str:
+    sock.close()
+    return "closed"
 
 
 def exit_worker() -> None:

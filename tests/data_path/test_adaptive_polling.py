@@ -109,10 +109,17 @@ async def test_long_waits_seldom_poll(device: Device) -> None:
         assert after.spins_paid == 0
 
 
-async def test_other_tasks_run_between_two_polls(device: Device) -> None:
+async def polled_turns_of_a_wait(device: Device) -> int:
     async with ends(device) as pair, held_write(device, pair):
         await turns(lambda: pair.cq.statistics().spins == 1)
-        assert 0 < await polled_turns(pair.cq) <= TURNS
+        return await polled_turns(pair.cq)
+
+
+async def test_other_tasks_run_between_two_polls(device: Device) -> None:
+    polled = 0
+    for _ in range(20):  # a busy machine may run another process for the whole time that a wait polls
+        polled = polled or await polled_turns_of_a_wait(device)
+    assert 0 < polled <= TURNS
 
 
 async def await_writes(pair: Ends, count: int) -> int:

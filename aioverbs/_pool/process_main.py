@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from aioverbs._lifecycle import forks
 from aioverbs._lifecycle.cross_loop import CrossLoopCall
 from aioverbs._pool.pickled_errors import pickled_error
 from aioverbs._pool.process_protocol import FrameType, Link, encode_frame, receive_socket
@@ -299,14 +300,15 @@ class _WorkerProcess:
                 link.abort()
             yield
             return
-        loop = asyncio.get_running_loop()
+        loop, forks_before = asyncio.get_running_loop(), forks.count
         try:
             loop.add_reader(pidfd, link.abort)
             if os.getppid() != self._pool_process:  # it had exited, and another process has its number
                 link.abort()
             yield
         finally:
-            loop.remove_reader(pidfd)
+            if forks.count == forks_before:  # a forked child that ends shares the epoll set with this process
+                loop.remove_reader(pidfd)
             os.close(pidfd)
 
     async def _close_link(self) -> None:

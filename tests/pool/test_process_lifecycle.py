@@ -179,6 +179,14 @@ async def test_cancelled_opening_leaves_no_workers(device: Device) -> None:
     assert (pool.state, [alive(each) for each in processes(pool)]) == (ResourceState.CLOSED, [False] * 2)
 
 
+async def test_a_worker_watches_its_pool_after_a_forked_child_has_exited(device: Device) -> None:
+    pool = await WorkerPool(device, 1, processes=True, loop="asyncio").open()  # whose epoll set is in /proc
+    assert await pool.run(work.watches_its_pool)
+    await pool.run(work.fork_a_child_that_exits)
+    assert await pool.run(work.watches_its_pool)
+    await pool.stop(0)
+
+
 async def test_closing_the_device_closes_a_process_pool() -> None:
     device = await open_device("soft0").open()
     pool = await WorkerPool(device, 1, processes=True).open()

@@ -239,6 +239,23 @@ def fork_and_die(folder: str) -> None:
     os._exit(0)
 
 
+def watches_its_pool() -> bool:
+    """Return whether a pidfd is in an epoll set of this process."""
+    links = {path.name: str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
+    watched = "".join(Path("/proc/self/fdinfo", each).read_text() for each in links if "eventpoll" in links[each])
+    return any(f"tfd: {each:>8}" in watched for each in links if "pidfd" in links[each])
+
+
+def fork_a_child_that_exits() -> None:
+    """Fork a child that unwinds its copy of the loop."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # about forking with threads, which is tested here
+        child = os.fork()
+    if not child:
+        sys.exit(0)
+    os.waitpid(child, 0)
+
+
 @contextlib.asynccontextmanager
 async def setup(worker: Worker) -> AsyncIterator[str]:
     yield f"of {worker.number}"

@@ -528,14 +528,21 @@ def fuzz(session: nox.Session) -> None:
 def distributed(session: nox.Session) -> None:
     """Run the tests of Dask's `distributed` with our comm backend and with tcp: `-- CHECKOUT [MODULE ...]`.
 
+    `-- --bench` measures comms of both instead, and Tornado's streams, side by side.
+
     A wheel of `distributed` has no tests. CHECKOUT is a working copy of its repository, of the version in
     pyproject.toml or one near it. Each MODULE is the name of a file with tests, such as `test_core`; all that depend on
     the backend are run without. The session prints a table of the tests that differ, and fails if the backend fails a
     test that tcp passes, and `tests/distributed/differences.toml` has no reason for that.
     """
+    bench = "--bench" in session.posargs
     if not session.posargs:
         session.error("name a checkout: git clone https://github.com/dask/distributed, then -- CHECKOUT")
     install_project(session, *SUITE_REQUIREMENTS)
+    if bench:
+        arguments = [each for each in session.posargs if each != "--bench"]
+        session.run("python", "-P", "tests/bench/dask_comm.py", *arguments)
+        return
     session.run("python", "-P", "tests/distributed/suite.py", *session.posargs)
 
 

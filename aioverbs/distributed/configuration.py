@@ -13,7 +13,8 @@
 As for any setting of Dask, an environment variable sets one for a process, such as
 ``DASK_DISTRIBUTED__COMM__AIOVERBS__DEVICE=mlx5_1`` for one worker. Of the settings of `distributed` itself, the backend
 uses ``distributed.comm.timeouts.connect``, ``distributed.comm.timeouts.tcp`` (the time after which a silent peer counts
-as lost), ``distributed.comm.socket-backlog``, ``distributed.comm.shard`` and ``distributed.comm.offload``.
+as lost, and for which closing waits for the peer to receive what was written), ``distributed.comm.socket-backlog``,
+``distributed.comm.shard`` and ``distributed.comm.offload``.
 """
 
 from typing import Any, cast
@@ -76,11 +77,13 @@ def connection_settings() -> ConnectionSettings:
     :raises ValueError: a setting is out of its range.
     """
     send_buffers = int(_get("send-buffers"))
+    patience_s = parse_timedelta(dask.config.get("distributed.comm.timeouts.tcp"), default="seconds")
     return ConnectionSettings(
         buffer_size=parse_bytes(_get("buffer-size")),
         receive_depth=int(_get("receive-depth")),
         send_buffers=send_buffers,
         send_depth=send_buffers + _FREE_SENDS,
         max_message=int(MEMORY_LIMIT),
-        keep_alive_s=parse_timedelta(dask.config.get("distributed.comm.timeouts.tcp"), default="seconds"),
+        keep_alive_s=patience_s,
+        close_timeout_s=patience_s,  # a worker may be busy for long before it receives a reply
     )

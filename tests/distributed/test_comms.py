@@ -275,7 +275,7 @@ async def test_settings_are_used() -> None:
             settings = a._connection.settings
             model = (await get_domain()).message_model
     assert (settings.buffer_size, settings.receive_depth, settings.send_buffers) == (8192, 5, 3)
-    assert settings.keep_alive_s == 7
+    assert settings.keep_alive_s == settings.close_timeout_s == 7
     assert model is aioverbs.MessageModel.LOW_LATENCY
 
 

@@ -53,6 +53,7 @@ class _EchoServer(TCPServer):
     """Return the bytes after each length."""
 
     async def handle_stream(self, stream: IOStream, address: Any) -> None:
+        stream.set_nodelay(True)
         memory = memoryview(bytearray())
         try:
             while True:
@@ -118,6 +119,7 @@ async def _measure(addresses: list[Any], sizes: list[int], rounds: int) -> None:
     """Measure and print all contenders."""
     comms = {scheme: await connect(address) for scheme, address in zip(SCHEMES, addresses, strict=False)}
     stream = await TCPClient().connect("127.0.0.1", addresses[-1], max_buffer_size=_MAX_BYTES)
+    stream.set_nodelay(True)
     print(f"{'size':>9} {'contender':>9} {'half round trip':>16} {'one way':>12} {'to tcp':>7}")
     for size in sizes:
         array = np.random.default_rng(0).integers(0, 255, size, dtype="u1")

@@ -1,9 +1,8 @@
 """Byte stream over the messages of a connection."""
 
-from collections.abc import Callable
-
 from anyio.abc import ByteStream, ObjectStream
 
+from aioverbs._connection.message_channel import MessageChannel
 from aioverbs._lifecycle.turns import LIGHT, spend, yield_to_loop
 from aioverbs.errors import BusyResourceError
 
@@ -13,15 +12,13 @@ __all__ = ["MessageByteStream"]
 class MessageByteStream(ByteStream):
     """An `anyio.abc.ByteStream` over a stream of messages. Use `Connection.as_byte_stream` to create one.
 
-    :param messages: the stream of messages, which is closed when the byte stream is closed.
-    :param max_piece: size of the largest message to send, in bytes.
-    :param check: called with the name of a method; raises `AffinityError` if the caller may not call that method.
+    :param messages: the connection, which is closed when the byte stream is closed.
+    :param channel: its message channel.
     """
 
-    def __init__(self, messages: ObjectStream[bytes], max_piece: int, check: Callable[[str], None]) -> None:
+    def __init__(self, messages: ObjectStream[bytes], channel: MessageChannel) -> None:
         self._messages = messages
-        self._max_piece = max_piece
-        self._check = check
+        self._channel = channel
         self._remaining = memoryview(b"")  # rest of the last message
         self._receiving = False
 
@@ -41,7 +38,9 @@ class MessageByteStream(ByteStream):
         """
         if max_bytes < 1:
             raise ValueError(f"`max_bytes` must be 1 or more, got {max_bytes}")
-        self._check("receive")  # checked here, as the rest of a message is returned without calling the stream below
+        self._channel.check_caller(
+            "receive"
+        )  # checked here, as the rest of a message is returned without calling the stream below
         if self._receiving:
             raise BusyResourceError("another task is already receiving from this stream")
         self._receiving = True
@@ -49,13 +48,16 @@ class MessageByteStream(ByteStream):
             if self._remaining and (turn := spend(LIGHT)):
                 await yield_to_loop(turn)
             while not self._remaining:
-                message = await self._messages.receive()
-                if 0 < len(message) <= max_bytes:
+                if self._channel.closed:
+                    raise self._channel.closed_error()
+                message = await self._channel.receive_view("receive")
+                if type(message) is bytes and 0 < len(message) <= max_bytes:
                     return message
                 self._remaining = memoryview(message)
         finally:
             self._receiving = False
-        data, self._remaining = bytes(self._remaining[:max_bytes]), self._remaining[max_bytes:]
+        data, rest = bytes(self._remaining[:max_bytes]), self._remaining[max_bytes:]
+        self._remaining = rest or memoryview(b"")  # an empty slice would keep the memory in use
         return data
 
     async def send(self, item: bytes) -> None:
@@ -72,14 +74,14 @@ class MessageByteStream(ByteStream):
         :raises VerbsError: ``ibv_post_send`` failed.
         :raises TypeError: `item` is not a contiguous buffer.
         """
-        if len(item) <= self._max_piece:
+        size = self._channel.piece_size(len(item))
+        if len(item) <= size:
             if item:
                 await self._messages.send(item)
             return
         view = memoryview(item)
-        for offset in range(0, len(view), self._max_piece):
-            # send takes any buffer
-            await self._messages.send(view[offset : offset + self._max_piece])  # type: ignore[arg-type]
+        for offset in range(0, len(view), size):
+            await self._messages.send(view[offset : offset + size])  # type: ignore[arg-type]  # send takes any buffer
 
     async def send_eof(self) -> None:
         """Notify the peer that no more bytes follow: `Connection.send_eof`. This end can still receive.

@@ -115,7 +115,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         Closing twice has no effect.
 
         Before closing, this waits until all sent messages are in the peer's memory, from which the peer can still
-        receive them, and those of 128 KiB or more until the peer has received them; but at most ``close_timeout_s`` of
+        receive them, and those of 384 KiB or more until the peer has received them; but at most ``close_timeout_s`` of
         the settings. After that time, or if this call is cancelled, messages that were not delivered are lost and the
         peer's calls raise `BrokenResourceError`. A cancelled call
         closes the connection nevertheless. Messages from the peer that this end has not received yet are lost.
@@ -299,13 +299,13 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         The await waits while the peer has no receive posted for the message, or while all send buffers are in flight;
         otherwise it returns without letting other tasks run.
 
-        A message of 128 KiB or more is not copied into buffers: the peer's receive call reads it from the memory of
+        A message of 384 KiB or more is not copied into buffers: the peer's receive call reads it from the memory of
         `item`. The await returns when the peer has received it. If the memory belongs to `bytes`, which cannot change,
         the await returns earlier, as long as the peer has at most 8 MiB of such messages to receive. The registration
         cache of the domain keeps the memory registered, unless it is that of a bytearray, array or mmap.
 
         If the await is cancelled, the peer receives no part of the message; or all of it, if it was just receiving a
-        message of 128 KiB or more.
+        message of 384 KiB or more.
 
         :param item: the message, 0 bytes up to the peer's ``max_message``: a contiguous buffer of any format, or a list
             or tuple of them, which the peer receives as one message. The parts are not joined first.
@@ -602,13 +602,14 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
     def as_byte_stream(self) -> "anyio.abc.ByteStream":
         """Return a new `anyio.abc.ByteStream` over this connection, without message boundaries.
 
+        Of 384 KiB or more that are sent at once, no copy is made: the peer reads them from where they are.
+
         Closing the stream closes the connection.
 
         :returns: the stream. Make only one for each connection: two would each receive some of its messages.
         :raises ClosedResourceError: the connection is closed.
         """
-        channel = self._open_end().channel
-        return MessageByteStream(self, channel.fragment_size, channel.check_caller)
+        return MessageByteStream(self, self._open_end().channel)
 
 
 def _abort(lifecycle: Lifecycle, end: ConnectionEnd) -> None:

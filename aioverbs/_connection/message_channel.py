@@ -95,6 +95,7 @@ class MessageChannel(ChannelState):
         self.wait_delivered = sender.wait_delivered
         self.receive, self.receive_handshake = receiver.receive, receiver.receive_handshake
         self.receive_into, self.receive_buffer = receiver.receive_into, receiver.receive_buffer
+        self.receive_view = receiver.receive_view
         self.answers_without_credit = receiver.answers_without_credit
         self.discard_announced = receiver.announced.discard
         self.post_receives, self.inbox = receiver.post_receives, receiver.inbox
@@ -128,6 +129,13 @@ class MessageChannel(ChannelState):
     def fragment_size(self) -> int:
         """Bytes of a message that fit the buffers of both ends; 0 before `start` is called."""
         return self._sender.fragment_size
+
+    def piece_size(self, length: int) -> int:
+        """Return the size of the messages in which to send bytes that need not stay one message.
+
+        :param length: number of the bytes.
+        """
+        return self._sender.piece_size(length)
 
     def statistics(self) -> ConnectionStatistics:
         """Return a `ConnectionStatistics`: the numbers of messages sent and received so far, of credits available and

@@ -167,12 +167,12 @@ class MessageReceiver:
         :raises VerbsError: the device cannot register the buffer. The message stays the next one.
         :raises Exception: any other exception that `receive` raises.
         """
-        view = memoryview(buffer)
-        if view.readonly:
-            raise TypeError(f"`buffer` must be writable, got {buffer!r:.100}")
-        view = view.cast("B") if view.nbytes else memoryview(bytearray())
         self._begin_receiving("receive_into")
         try:
+            view = memoryview(buffer)
+            if view.readonly:
+                raise TypeError(f"`buffer` must be writable, got {buffer!r:.100}")
+            view = view.cast("B") if view.nbytes else memoryview(bytearray())
             while True:
                 item = await self._next()
                 if type(item) is not AnnouncedMessage:
@@ -210,21 +210,32 @@ class MessageReceiver:
             object made from it, exists.
         :raises Exception: whatever `receive` raises.
         """
-        self._begin_receiving("receive_buffer")
+        message = await self.receive_view("receive_buffer")
+        return message if type(message) is memoryview else memoryview(bytearray(message))
+
+    async def receive_view(self, operation: str) -> bytes | memoryview:
+        """Wait for the next user message, and return it without a further copy. A cancelled call loses no message.
+
+        :param operation: name of the caller's method, for error messages.
+        :returns: the message: bytes if it arrived in receives; if it was announced, a memoryview as from
+            `receive_buffer`.
+        :raises Exception: whatever `receive` raises.
+        """
+        self._begin_receiving(operation)
         try:
             while True:
                 item = await self._next()
                 if type(item) is not AnnouncedMessage:
-                    view = memoryview(bytearray(item if type(item) is bytes else item.data))
+                    message = item if type(item) is bytes else item.data
                     break
-                memory, view = await self._memory.take(item.length)
+                memory, message = await self._memory.take(item.length)
                 if await self.announced.read(item, memory):
                     break
         finally:
             self._is_pending = False
         self.messages += 1
         self._on_consumed()
-        return view
+        return cast(bytes | memoryview, message)
 
     def _begin_receiving(self, operation: str) -> None:
         """Check that the caller may receive, and let no other task receive until it has reset ``_is_pending``.

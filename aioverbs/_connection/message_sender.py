@@ -39,7 +39,10 @@ from aioverbs.errors import (
 __all__ = ["MessageSender", "check_immediate"]
 
 _NULL_REMOTE = RemoteRegion(0, 0, 0)
-_ANNOUNCED_BYTES = 128 << 10  # length from which a message is announced
+# Length from which a message is announced. Between two processes on soft0, fragments cost both about 100 us of CPU time
+# for each 128 KiB; an announcement costs 350 us, and 100 us for each MiB.
+_ANNOUNCED_BYTES = 384 << 10
+_PIECE_BYTES = 4 << 20  # of byte streams, so that the receiver can use the first bytes before the last ones arrive
 
 Announce = Callable[[list[memoryview], int | None], Awaitable[Callable[[], Awaitable[None]] | None]]
 """Function that announces a message of some parts and immediate data. It returns a function to await after the lock is
@@ -241,6 +244,15 @@ class MessageSender:
         """
         flags = HAS_IMMEDIATE if has_immediate else 0
         await self._send_frame(header(FrameKind.ANNOUNCE, flags, 0, number), [memoryview(data)])
+
+    def piece_size(self, length: int) -> int:
+        """Return the size of the messages in which to send bytes that need not stay one message.
+
+        :param length: number of the bytes.
+        """
+        if self.announce is None or length < max(_ANNOUNCED_BYTES, self.fragment_size):
+            return self.fragment_size
+        return min(_PIECE_BYTES, self._max_message)
 
     # ---- Frames
 

@@ -37,6 +37,10 @@ async def handle(connection: Connection) -> None:
                     signal.pause()
             await connection.send(str(child).encode())
             await anyio.sleep_forever()
+        case b"long":
+            data = bytearray(b"long" * (1 << 20))
+            while True:
+                await connection.send(data)
         case b"silent":
             await anyio.sleep_forever()
         case what:

@@ -45,7 +45,7 @@ from tests.holding import hold, unhold
 from tests.pace import patience
 from tests.waiting import until
 
-LENGTH = 200_000
+LENGTH = 400_000
 DEEP = deeper(SMALL, receive_depth=16)
 
 
@@ -101,10 +101,10 @@ HOW = ["receive", "receive_into", "receive_buffer"]
 PAYLOADS: dict[str, Any] = {
     "bytes": sample(LENGTH),
     "bytearray": bytearray(sample(LENGTH)),
-    "array": array.array("d", range(40_000)),
+    "array": array.array("d", range(60_000)),
     "view": memoryview(sample(2 * LENGTH))[17 : LENGTH + 20],
     "many": [b"head", bytearray(LENGTH), b"", b"be", b"tween", sample(LENGTH), b"tail"],
-    "too many": [sample(5000, each) for each in range(70)],
+    "too many": [sample(6000, each) for each in range(70)],
     "short": b"short",
     "empty": b"",
 }

@@ -9,9 +9,12 @@ import pytest
 from anyio.streams.buffered import BufferedByteReceiveStream
 from anyio.streams.tls import TLSStream
 
-from aioverbs import BusyResourceError, Device
+from aioverbs import BusyResourceError, ClosedResourceError, Device
+from aioverbs._connection import message_sender
+from aioverbs._connection.connection import end_of
 from tests.connections.certificates import contexts
 from tests.connections.ends import pair
+from tests.waiting import until
 
 
 async def test_bytes_arrive_in_order(device: Device) -> None:
@@ -45,6 +48,38 @@ async def test_bytes_arrive_in_order(device: Device) -> None:
         assert near.extra(anyio.abc.SocketAttribute.remote_address) == ends.near.remote_address
         with pytest.raises(ValueError, match="1 or more"):
             await near.receive(0)
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray])
+async def test_large_writes_are_not_copied_into_buffers(
+    device: Device, monkeypatch: pytest.MonkeyPatch, kind: type[bytes | bytearray]
+) -> None:
+    monkeypatch.setattr(message_sender, "_PIECE_BYTES", 500_000)
+    async with pair(device) as ends:
+        near, far = ends.near.as_byte_stream(), ends.far.as_byte_stream()
+        data = random.Random(1).randbytes(1_200_000)
+        sending = asyncio.create_task(near.send(kind(data)))  # type: ignore[arg-type]
+        got = bytearray()
+        while len(got) < len(data):
+            got += await far.receive(77_777)
+        await sending
+        assert got == data
+        assert ends.near.qp.statistics().sends.bytes < len(data) // 4
+        memory = end_of(ends.far).channel._receiver._memory
+        assert not memory._in_use
+
+
+async def test_unread_messages_are_lost_with_the_connection(device: Device) -> None:
+    async with pair(device) as ends:
+        near, far = ends.near.as_byte_stream(), ends.far.as_byte_stream()
+        await near.send(b"abc")
+        await near.send(b"unread")
+        assert await far.receive(1) == b"a"
+        await until(lambda: len(end_of(ends.far).channel.inbox))
+        await far.aclose()
+        assert await far.receive() == b"bc"
+        with pytest.raises(ClosedResourceError):
+            await far.receive()
 
 
 async def test_small_reads_yield_to_other_tasks(device: Device) -> None:

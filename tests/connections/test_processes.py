@@ -155,6 +155,33 @@ async def test_a_killed_peer_is_detected_at_once(device: Device, there: Other, b
             await connection.send(b"x")
 
 
+@pytest.mark.parametrize("how", ["receive", "receive_into", "receive_buffer"])
+async def test_a_peer_killed_while_its_long_messages_are_read(device: Device, there: Other, how: str) -> None:
+    """Messages are whole until the connection breaks."""
+    expected, buffer = b"long" * (1 << 20), bytearray(4 << 20)
+    async with talking(device, there, b"long") as (connection, _):
+
+        async def receive() -> None:
+            if how == "receive_into":
+                assert await connection.receive_into(buffer) == len(buffer)
+                assert buffer == expected
+            else:
+                assert await getattr(connection, how)() == expected
+
+        async def receive_all() -> None:
+            while True:
+                await receive()
+
+        receiving = asyncio.create_task(receive_all())
+        await until(lambda: connection.traffic().messages_received > 2)
+        there.kill()
+        async with asyncio.timeout(patience(10)):
+            with pytest.raises(BrokenResourceError):
+                await receiving
+            with pytest.raises(BrokenResourceError):
+                await receive()
+
+
 async def test_a_killed_peer_with_a_living_child(device: Device, there: Other) -> None:
     """The child has no connections of the parent: peers detect the death at once, and the port is closed."""
     async with talking(device, there, b"fork") as (connection, domain):

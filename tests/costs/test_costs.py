@@ -116,15 +116,15 @@ COSTS = {
     ),
     # A message is a send, and a receive that is posted again. Credits return with the echo. The receive wakes the peer,
     # and the completion of the send wakes the sender.
-    "message": Cost(256, {"epoll_wait": (256, 128), "read": (256, 256), "write": (256, 256)}, (5977, 2522)),
-    "message by Unix socket": Cost(256, MESSAGE_BY_SOCKET, (4962, 2522), within=CHECK_TOLERANCE),
-    "message by rings": Cost(256, MESSAGE_BY_RINGS, (4964, 2522), within=CHECK_TOLERANCE),
-    "message by TCP": Cost(256, MESSAGE_BY_SOCKET, (4962, 2522), within=CHECK_TOLERANCE),
+    "message": Cost(256, {"epoll_wait": (256, 128), "read": (256, 256), "write": (256, 256)}, (6361, 2906)),
+    "message by Unix socket": Cost(256, MESSAGE_BY_SOCKET, (5346, 2906), within=CHECK_TOLERANCE),
+    "message by rings": Cost(256, MESSAGE_BY_RINGS, (5348, 2906), within=CHECK_TOLERANCE),
+    "message by TCP": Cost(256, MESSAGE_BY_SOCKET, (5346, 2906), within=CHECK_TOLERANCE),
     # Each is read from the peer's memory, after a check that the peer still lives.
     "message of 32 KiB, direct": Cost(
         256,
         {**MESSAGE_BY_RINGS, "poll": (128, 128), "process_vm_readv": (128, 128)},
-        (5220, 2778),
+        (5860, 3418),
         within=CHECK_TOLERANCE,
     ),
     # Awaits that complete at once, with a turn of the loop after a number of them.
@@ -133,7 +133,7 @@ COSTS = {
     "call of a worker": Cost(
         0,
         {"epoll_wait": (256, 256), "read": (0, 128), "recvfrom": (256, 0), "sendto": (128, 0), "write": (0, 128)},
-        (10522, 3483),
+        (10395, 3355),
         {
             "worker": {
                 "epoll_wait": (128, 128),

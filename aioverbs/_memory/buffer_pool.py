@@ -81,7 +81,8 @@ def _copied(error: BaseException) -> BaseException:
         return error
     if not isinstance(other, type(error)):
         return error
-    vars(other).pop("__notes__", None)  # the list of the original; the cause shows it
+    # Not the original's list of notes, which the cause shows, nor its dictionary, which copies by tblib share.
+    other.__dict__ = {name: value for name, value in vars(error).items() if name != "__notes__"}
     other.__cause__ = error
     return other
 

@@ -83,7 +83,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the children of a process."""
+    """Return the children of a process, the latest last."""
     return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
@@ -164,7 +164,7 @@ def test_wrong_bytes_are_reported(temporary: Path, run_before: Callable[[str, Ca
 
 def test_a_killed_client_ends_the_demonstration(run_before: Callable[[str, Callable[[], object]], None]) -> None:
     others = descendants(os.getpid())
-    run_before("reading and comparing", lambda: os.kill(max(descendants(os.getpid())), signal.SIGKILL))
+    run_before("reading and comparing", lambda: os.kill(descendants(os.getpid())[-1], signal.SIGKILL))
     status, _, complaints = run_in_process(*SMALL, "--json")
     assert status == 1
     assert re.fullmatch(r"Error: .*worker \d .*\n", complaints)

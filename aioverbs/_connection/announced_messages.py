@@ -124,6 +124,7 @@ class AnnouncedMessages:
 
     def _answer(self, message: AnnouncedMessage) -> None:
         """Notify the peer that its memory is no longer accessed."""
+        assert self._unanswered[message.number] is message
         del self._unanswered[message.number]
         self._answered.append(message.number)
         self._sender.send_answer(message.number)
@@ -132,14 +133,16 @@ class AnnouncedMessages:
         """Read a message, and answer. If this is cancelled or raises, no request accesses the memory any longer, and
         the message can be read again, unless it was withdrawn meanwhile.
 
-        :param message: the message, which is not withdrawn.
+        :param message: the message, which may have been withdrawn and answered while the caller made room for it.
         :param memory: registered memory of at least its length.
-        :returns: True if the message was read; False if it was withdrawn meanwhile.
+        :returns: True if the message was read; False if it was withdrawn.
         :raises BrokenResourceError: the connection is broken, or the peer's memory cannot be read, which breaks it.
         :raises ClosedResourceError: this end closed the connection.
         :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
         :raises VerbsError: ``ibv_post_send`` failed.
         """
+        if message.withdrawn:
+            return False
         self._reading = message
         try:
             await self._read(message.parts, memory)

@@ -12,7 +12,7 @@ from typing import Any
 from aioverbs._connection.credits import max_announced
 from aioverbs._connection.grants import Grants, has_windows
 from aioverbs._connection.message_channel import MessageChannel
-from aioverbs._connection.wire import IMMEDIATE, AnnouncedPart, FrameKind, announcement_size, pack_announcement
+from aioverbs._connection.wire import IMMEDIATE, AnnouncedPart, announcement_size, pack_announcement
 from aioverbs._lifecycle.affinity import running_loop, wait_uncancelled
 from aioverbs._memory.region import MemoryRegion, MemoryWindow
 from aioverbs._memory.registration_cache import RegistrationCache
@@ -125,22 +125,22 @@ class Announcer:
         :returns: the announced message; None if the device cannot register its memory.
         :raises Exception: whatever `announce` raises; nothing was sent, and the memory is as it was.
         """
-        number, answered = self._grants.reserve_number()
+        number = self._grants.reserve_number()
         memory, is_sent = AsyncExitStack(), False
-        answers = self._channel.answers_without_credit
         try:
             try:
                 parts = [await self._register(piece, memory) for piece in pieces]
             except VerbsError:  # such as the limit of locked memory: fragments need none
                 return None
-            answers.add(number)
             await self._channel.send_announcement(number, prefix + pack_announcement(parts), bool(prefix))
             is_sent = True
         finally:
             if not is_sent:
-                answers.discard(number)
                 self._grants.release_number(number)
                 await wait_uncancelled(memory.aclose())
+        # The announcement was posted in this turn of the loop, so no answer was handled yet.
+        answered = self._grants.expect_answer(number)
+        self._channel.answers_without_credit.add(number)
         is_constant = all(isinstance(piece, bytes) or type(piece.obj) is bytes for piece in pieces)
         return _Announcement(number, sum(map(len, pieces)), is_constant, answered, memory)
 
@@ -205,9 +205,8 @@ class Announcer:
 
         :raises VerbsError: a key could not be invalidated; the connection breaks.
         """
-        self._channel.send_control(FrameKind.REVOKE, announcement.number)
+        self._channel.withdraw_announcement(announcement.number)
         await asyncio.wait([announcement.answered], timeout=_WITHDRAW_TIMEOUT_S)
-        self._channel.drop_control(FrameKind.REVOKE, announcement.number)  # it may still wait for a credit
         await announcement.memory.aclose()
 
     async def wait_answered(self) -> None:

@@ -36,7 +36,7 @@ class Credits:
     :raises ValueError: a number is out of its range.
     """
 
-    __slots__ = ("_peer_credits", "_peer_receives", "_update_threshold", "available", "owed")
+    __slots__ = ("_peer_credits", "_peer_receives", "_update_threshold", "available", "owed", "revocations")
 
     def __init__(self, peer_receives: int, own_receives: int) -> None:
         for count in (peer_receives, own_receives):
@@ -48,16 +48,17 @@ class Credits:
         self._update_threshold = (own_receives + 1) // 2
         self.available = peer_receives  # messages that this end may send
         self.owed = 0  # credits of consumed messages, not yet returned to the peer
+        self.revocations = 0  # credits reserved for withdrawing messages that were announced
 
     @property
     def sendable(self) -> bool:
-        """Whether a user message may be sent: more credits are available than the reserved one."""
-        return self.available > RESERVED_CREDITS
+        """Whether a user message may be sent: more credits are available than the reserved ones."""
+        return self.available > RESERVED_CREDITS + self.revocations
 
     @property
     def update_due(self) -> bool:
         """Whether this end owes enough credits for a message of kind CREDITS, and has a credit to send that message."""
-        return self.owed >= self._update_threshold and self.available > 0
+        return self.owed >= self._update_threshold and self.available > self.revocations
 
     def take(self) -> int:
         """Use a credit for a message that is about to be sent. Call only if `available` is above 0.
@@ -119,4 +120,4 @@ class Credits:
         :returns: True if the caller has to send a message of kind CREDITS now.
         """
         self.owed = owed = self.owed + 1
-        return owed >= self._update_threshold and self.available > 0
+        return owed >= self._update_threshold and self.available > self.revocations

@@ -167,6 +167,7 @@ class Grants:
         # the peer has acknowledged, or was never notified of the grant. Until then the peer would take a new grant of
         # that number for this one.
         self._local_grants: dict[int, asyncio.Future[None] | None] = {}
+        self._has_failed = False  # no more frames arrive
         self._last_number = 0
         self._remote_grants: dict[int, RemoteGrant] = {}  # by number
         self.revoked: dict[int, RemoteGrant] = {}  # by rkey: the grants that the peer revoked last
@@ -228,17 +229,26 @@ class Grants:
             if self._last_number not in self._local_grants:
                 return self._last_number
 
-    def reserve_number(self) -> tuple[int, "asyncio.Future[None]"]:
-        """Reserve a number for memory that the peer stops to access by itself.
+    def reserve_number(self) -> int:
+        """Reserve a number for memory that the peer stops to access by itself, and return the number.
 
-        :returns: the number, and a future that is done when the peer sends REVOKED, and cancelled when the connection
-            ends first. Either makes the number free again.
         :raises ValueError: all numbers are in use.
         """
         number = self._next_number()
+        self._local_grants[number] = None
+        return number
+
+    def expect_answer(self, number: int) -> "asyncio.Future[None]":
+        """Accept REVOKED for a number that was reserved, from the moment at which the peer is told the number.
+
+        :returns: a future that is done when the peer sends REVOKED, and cancelled when the connection ends first.
+            Either makes the number free again.
+        """
         answered: asyncio.Future[None] = running_loop().create_future()
         self._local_grants[number] = answered
-        return number, answered
+        if self._has_failed:
+            answered.cancel()
+        return answered
 
     def release_number(self, number: int) -> None:
         """Make a number free again that was reserved, but that the peer was not told."""
@@ -423,6 +433,7 @@ class Grants:
 
         This is called when no more frames can arrive.
         """
+        self._has_failed = True
         for acknowledged in self._local_grants.values():
             if acknowledged is not None and not acknowledged.get_loop().is_closed():
                 acknowledged.cancel()

@@ -91,7 +91,7 @@ class MessageChannel(ChannelState):
         self.send_frame, self.send_handshake = sender.send_frame, sender.send_handshake
         self.send_control, self.is_control_pending = sender.send_control, sender.is_control_pending
         self.keep_until_done, self.send_keepalive = sender.keep_until_done, sender.send_keepalive
-        self.send_announcement, self.drop_control = sender.send_announcement, sender.drop_control
+        self.send_announcement, self.withdraw_announcement = sender.send_announcement, sender.withdraw_announcement
         self.wait_delivered = sender.wait_delivered
         self.receive, self.receive_handshake = receiver.receive, receiver.receive_handshake
         self.receive_into, self.receive_buffer = receiver.receive_into, receiver.receive_buffer

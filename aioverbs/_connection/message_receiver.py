@@ -345,6 +345,7 @@ class MessageReceiver:
         if kind != FrameKind.REVOKED or number not in self.answers_without_credit:
             return False
         self.answers_without_credit.remove(number)
+        self._sender.forget_announcement(number)
         return True
 
     def _on_handshake_message(self, receive: ReceiveBuffer, length: int) -> bytes | None:

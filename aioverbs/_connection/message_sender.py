@@ -73,6 +73,7 @@ class MessageSender:
         self._waiter: asyncio.Future[None] | None = None  # the sender that waits for a credit
         self.announce: Announce | None = None  # None if long messages are sent in fragments
         self._pending_controls: dict[int, bool] = {}  # header: fenced; not sent yet for lack of a credit
+        self._revocable: set[int] = set()  # announced messages that the peer has not answered, nor this end withdrawn
         # requests that no user awaits; dropping one would withdraw it
         self._own_requests: deque[Operation[None]] = deque()
         state.when_ended(self._wake)
@@ -171,7 +172,7 @@ class MessageSender:
             or state.broken is not None
             or state.closed
             or state.eof_sent
-            or credit.available <= RESERVED_CREDITS
+            or credit.available <= RESERVED_CREDITS + credit.revocations
             or self._lock.locked()
         ):
             return False
@@ -235,7 +236,8 @@ class MessageSender:
             flags, prefix = 0, b""
 
     async def send_announcement(self, number: int, data: bytes, has_immediate: bool) -> None:
-        """Send ANNOUNCE. The caller holds the lock. This waits like `send_frame`; if it raises, nothing was sent.
+        """Send ANNOUNCE, and reserve a credit to withdraw the message with. The caller holds the lock. This waits like
+        `send_frame`; if it raises, nothing was sent.
 
         :param number: number of the message.
         :param data: payload, at most `fragment_size` bytes.
@@ -243,7 +245,29 @@ class MessageSender:
         :raises Exception: whatever `send_frame` raises.
         """
         flags = HAS_IMMEDIATE if has_immediate else 0
-        await self._send_frame(header(FrameKind.ANNOUNCE, flags, 0, number), [memoryview(data)])
+        await self._send_frame(header(FrameKind.ANNOUNCE, flags, 0, number), [memoryview(data)], RESERVED_CREDITS + 1)
+        self._revocable.add(number)
+        self._count_revocable()
+
+    def _count_revocable(self) -> None:
+        """Reserve a credit for each message that may have to be withdrawn, and send what waits for the others."""
+        assert self._credits is not None
+        self._credits.revocations = len(self._revocable)
+        self._send_controls()
+        self._wake()
+
+    def withdraw_announcement(self, number: int) -> None:
+        """Send REVOKE for an announced message, with the credit reserved for that, unless the peer has answered it."""
+        if number not in self._revocable:
+            return
+        retry = functools.partial(self.withdraw_announcement, number)
+        if self._send_control(header(FrameKind.REVOKE, 0, 0, number), False, retry):
+            self.forget_announcement(number)
+
+    def forget_announcement(self, number: int) -> None:
+        """Reserve no credit any longer to withdraw an announced message, because the peer has answered it."""
+        self._revocable.discard(number)
+        self._count_revocable()
 
     def piece_size(self, length: int) -> int:
         """Return the size of the messages in which to send bytes that need not stay one message.
@@ -285,7 +309,7 @@ class MessageSender:
 
         :param immediate: header of the message, without the number of credits.
         :param parts: bytes of the fragment or control message.
-        :param reserved: number of credits to leave for other messages.
+        :param reserved: number of credits to leave for other messages, beside those for withdrawing messages.
         :raises BrokenResourceError: the channel is broken.
         :raises ClosedResourceError: the channel is closed.
         :raises Exception: any other exception that `QueuePair.send` raises; nothing was posted.
@@ -327,7 +351,7 @@ class MessageSender:
         self._buffers.add_in_flight(buffer, sent)
 
     async def _wait_for_credit(self, reserved: int) -> None:
-        """Wait until more than `reserved` credits are available. No credit is used.
+        """Wait until more than `reserved` credits are available, beside those for withdrawing messages. Use none.
 
         The caller holds the channel's lock.
 
@@ -336,7 +360,7 @@ class MessageSender:
         """
         assert self._credits is not None
         self._state.check_usable()
-        while self._credits.available <= reserved:
+        while self._credits.available <= reserved + self._credits.revocations:
             self.waits += 1
             self._waiter = self._state.loop.create_future()
             await self._waiter
@@ -355,10 +379,6 @@ class MessageSender:
         """
         self._pending_controls[header(kind, 0, 0, number)] = fence
         self._send_controls()
-
-    def drop_control(self, kind: FrameKind, number: int) -> None:
-        """Do not send a control message that is still waiting for a credit."""
-        self._pending_controls.pop(header(kind, 0, 0, number), None)
 
     def send_answer(self, number: int) -> None:
         """Send REVOKED for an announced message, for which the peer has a receive without a credit."""

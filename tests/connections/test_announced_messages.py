@@ -394,6 +394,50 @@ async def test_a_send_cancelled_while_the_peer_reads(
         await settled(ends)
 
 
+@pytest.mark.parametrize("how", HOW)
+async def test_a_send_cancelled_while_the_peer_makes_room(
+    device: Device, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    async with pair(device) as ends:
+        announced = end_of(ends.far).channel._receiver.announced
+        read, reached, may_go_on = announced.read, asyncio.Event(), asyncio.Event()
+
+        async def late_read(*args: Any) -> bool:
+            reached.set()
+            await may_go_on.wait()
+            return await read(*args)
+
+        monkeypatch.setattr(announced, "read", late_read)
+        receiving = asyncio.create_task(receive(ends.far, how))
+        sending = asyncio.create_task(ends.near.send(changeable()))
+        await reached.wait()
+        sending.cancel()
+        await asyncio.wait([sending])
+        may_go_on.set()
+        await ends.near.send(b"next")
+        assert await receiving == b"next"
+        await settled(ends)
+
+
+@pytest.mark.usefixtures("short_withdrawal")
+async def test_a_send_cancelled_beside_used_up_credits_is_withdrawn_at_once(device: Device) -> None:
+    """The credit for withdrawing is reserved; with another one, this end goes on to return credits."""
+    async with pair(device, DEEP) as ends:
+        sending = asyncio.create_task(ends.near.send(changeable()))
+        await until(lambda: unread(ends.far))
+        count = await use_up(ends.near)
+        assert ends.near.traffic().credits == 2
+        for _ in range(3 * DEEP.receive_depth):
+            await ends.far.send(b"answered by credits")
+            await ends.near.receive()
+        sending.cancel()
+        await asyncio.wait([sending])
+        await until(lambda: not unread(ends.far))
+        for _ in range(count):
+            assert await ends.far.receive() == b"one of them"
+        await settled(ends)
+
+
 @pytest.mark.usefixtures("short_withdrawal")
 async def test_a_cancelled_send_takes_the_key_back_from_a_peer_that_does_not_answer(device: Device) -> None:
     async with pair(device) as ends:
@@ -555,6 +599,38 @@ async def test_frames_that_violate_the_protocol_break_the_connection(device: Dev
         for frame in frames:
             await send(*frame)
         assert reason in str(await ends.far.wait_lost())
+
+
+@pytest.mark.parametrize("while_", ["waiting for a credit", "registering"])
+async def test_an_answer_before_the_announcement_breaks_the_connection(
+    device: Device, monkeypatch: pytest.MonkeyPatch, while_: str
+) -> None:
+    data = changeable()
+    async with talking(device) as (ends, send):
+        reached, may_go_on = asyncio.Event(), asyncio.Event()
+
+        async def late(*_: Any) -> Any:
+            reached.set()
+            await may_go_on.wait()
+            raise VerbsError("ibv_reg_mr", errno.ENOMEM)
+
+        grants = end_of(ends.far).grants
+        if while_ == "registering":
+            monkeypatch.setattr(grants, "register", late)
+        else:
+            await use_up(ends.far)
+        sending = asyncio.create_task(ends.far.send(data))
+        await until(lambda: grants._local_grants)
+        (number,) = grants._local_grants
+        await send(FrameKind.REVOKED, number, b"")
+        assert "was not revoked" in str(await ends.far.wait_lost())
+        may_go_on.set()
+        await asyncio.wait([sending])
+        assert isinstance(sending.exception(), BrokenResourceError)
+        assert not grants._local_grants
+    del sending  # the traceback of its exception refers to the memory
+    gc.collect()
+    data.extend(b"free to be resized")
 
 
 @pytest.mark.parametrize("how", HOW)

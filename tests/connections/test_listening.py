@@ -38,7 +38,7 @@ from aioverbs._connection.tcp_control import TcpControlChannel
 from aioverbs._memory.buffer_pool import LeasedBuffer
 from aioverbs._verbs.base_domain import Domain
 from tests.connections.certificates import contexts
-from tests.connections.ends import HOST, SMALL, deeper, pair
+from tests.connections.ends import HOST, SMALL, deeper, pair, works
 from tests.connections.serving import echo
 from tests.pace import fewer, patience
 from tests.waiting import until
@@ -219,6 +219,28 @@ async def test_many_connections_at_once_are_made_in_many_turns(device: Device, m
         for near in await asyncio.gather(*attempts):
             near.abort()
     assert 1 <= most <= 16
+
+
+@pytest.mark.parametrize("kind", ["leases", "regions"])
+async def test_connecting_goes_on_beside_a_task_that_uses_up_each_turn(device: Device, kind: str) -> None:
+    async def work_on(domain: Domain) -> None:
+        memory = bytearray(8192)
+        async with domain.buffer_pool(4096, 4) as pool:
+            while True:
+                async with pool.lease() if kind == "leases" else domain.cache.region(memory):
+                    pass
+
+    async with device.resource_domain() as domain, listen(HOST, domain=domain) as listener:
+        working = asyncio.create_task(work_on(domain))
+        await asyncio.sleep(0.01)
+        async with asyncio.timeout(patience(20)):
+            async with (
+                connect(HOST, listener.port, domain=domain) as near,
+                await listener.accept() as far,
+            ):
+                await works(near, far)
+        working.cancel()
+        await asyncio.wait([working])
 
 
 async def test_connect_times_out_at_a_silent_listener(device: Device) -> None:

@@ -12,6 +12,7 @@ from aioverbs import BufferPool, ConnectionSettings, Device, connect, listen
 from aioverbs._connection.shared_queues import lease_block
 from aioverbs._lifecycle.turns import OPENING, spend
 from tests.connections.ends import HOST
+from tests.core.children import SANITIZED
 
 SMALL = ConnectionSettings(buffer_size=4096)
 LARGE = ConnectionSettings(buffer_size=1 << 20)
@@ -39,6 +40,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
+@pytest.mark.skipif(SANITIZED, reason="the address sanitizer keeps freed memory")
 async def test_idle_connections_need_little_memory(device: Device) -> None:
     """With buffers of the usual size, and also after others were used and closed."""
     count = 40

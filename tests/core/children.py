@@ -14,10 +14,10 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-_SANITIZED = "asan" in os.environ.get("LD_PRELOAD", "")
+SANITIZED = "asan" in os.environ.get("LD_PRELOAD", "")
 
 # Under AddressSanitizer, a lock held by threads that allocate without the GIL while another thread forks.
-allocating: AbstractContextManager[object] = threading.Lock() if _SANITIZED else nullcontext()
+allocating: AbstractContextManager[object] = threading.Lock() if SANITIZED else nullcontext()
 
 
 def _may_allocate(task: Path) -> bool:
@@ -39,7 +39,7 @@ def wait_for_thread_starts() -> None:
     The allocator of gcc 12's runtime stays locked in a child when another thread is inside at the moment of the fork;
     glibc's does not. Such a thread sets its name last.
     """
-    if not _SANITIZED:
+    if not SANITIZED:
         return
     ours = {threading.get_native_id(), *(thread.native_id for thread in threading.enumerate())}
     tasks = [task for task in Path("/proc/self/task").iterdir() if int(task.name) not in ours]

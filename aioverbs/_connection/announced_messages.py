@@ -141,7 +141,7 @@ class AnnouncedMessages:
         :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
         :raises VerbsError: ``ibv_post_send`` failed.
         """
-        if message.withdrawn:
+        if self._unanswered.get(message.number) is not message:
             return False
         self._reading = message
         try:

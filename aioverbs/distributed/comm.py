@@ -103,10 +103,9 @@ class AioverbsComm(Comm):
         frames: list[memoryview] = []
         for number, sizes in enumerate(runs):
             total = sum(sizes)
-            if number == 0:
-                memory = head[at : at + total]
-                at += total
-            elif total < LONG_RUN:
+            if number == 0 and at + total == len(head):
+                memory = head[at:]
+            elif number == 0 or total < LONG_RUN:
                 memory = host_array(total)
                 memory[:] = head[at : at + total]
                 at += total
@@ -159,22 +158,25 @@ class AioverbsComm(Comm):
 
     async def close(self) -> None:
         """Deliver the messages that were written, and close the connection. Closing twice has no effect."""
-        if self._finalizer.detach() is not None:
-            self._closed = True
-            try:
-                await self._outbox.flush(self._connection.settings.close_timeout_s)
-            finally:
+        if self._finalizer.detach() is None:
+            return
+        self._closed = True
+        try:
+            if await self._outbox.flush(self._connection.settings.close_timeout_s):
                 await self._connection.aclose()
-
-    def abort(self) -> None:
-        """Close the connection at once, from any thread. Messages that were written may be lost."""
-        if self._finalizer.detach() is not None:
-            self._closed = True
+        finally:
             self._connection.abort()
 
+    def abort(self) -> None:
+        """Close the connection at once, from any thread, and end a call of `close`. Messages may be lost."""
+        self._finalizer.detach()
+        self._closed = True
+        self._connection.abort()
+
     def closed(self) -> bool:
-        """Return whether the comm is closed, or the connection was lost or closed by the peer."""
-        return self._closed or self._connection.broken is not None
+        """Return whether the comm is closed, a message could not be sent, or the connection is closed or lost."""
+        connection = self._connection
+        return self._closed or self._outbox.failure is not None or connection.closed or connection.broken is not None
 
 
 def _abort_dangling(connection: Connection, local_address: str, peer_address: str) -> None:

@@ -13,7 +13,7 @@ from aioverbs.distributed.comm import PREFIX, AioverbsComm
 from aioverbs.distributed.configuration import connection_settings, transport
 from aioverbs.distributed.domains import get_domain
 from aioverbs.distributed.encryption import check_encryption
-from aioverbs.errors import BrokenResourceError, HandshakeError
+from aioverbs.errors import BrokenResourceError, ClosedResourceError, HandshakeError
 
 __all__ = ["AioverbsConnector"]
 
@@ -52,8 +52,10 @@ class AioverbsConnector(Connector):
         except HandshakeError as error:
             closed = CommClosedError if error.reason in _TRANSIENT else FatalCommClosedError
             raise closed(f"in the handshake with {PREFIX + address}: {error}") from error
-        except BrokenResourceError as error:
+        except (BrokenResourceError, ClosedResourceError) as error:
             raise CommClosedError(f"in the handshake with {PREFIX + address}: {error}") from error
-        local = connection.local_address
-        local_address = PREFIX + unparse_host_port(*local[:2]) if local is not None else PREFIX
-        return AioverbsComm(connection, local_address, PREFIX + address, deserialize)
+        local = None if connection.closed else connection.local_address
+        if local is None:
+            connection.abort()
+            raise CommClosedError(f"{PREFIX + address} closed the connection at once")
+        return AioverbsComm(connection, PREFIX + unparse_host_port(*local[:2]), PREFIX + address, deserialize)

@@ -26,7 +26,7 @@ class Outbox:
     """
 
     def __init__(self, connection: Connection) -> None:
-        self.failure: Exception | None = None  # with which sending ended
+        self.failure: BaseException | None = None  # with which sending ended
         self._connection = connection
         self._messages: deque[Buffers] = deque()
         self._sender: asyncio.Task[None] | None = None  # None if all messages were sent
@@ -50,30 +50,34 @@ class Outbox:
             self._sender = asyncio.get_running_loop().create_task(self._send())
 
     async def _send(self) -> None:
-        """Send all messages of the queue. On failure, abort the connection, so that reading fails as well."""
+        """Send all messages of the queue. On failure or cancellation, abort the connection: a message lacks a part."""
         try:
             while self._messages:
                 await self._connection.send(self._messages.popleft())
-        except Exception as error:
+        except BaseException as error:
             self.failure = error
             self._messages.clear()
+            self._connection.abort()
+            if not isinstance(error, Exception):
+                raise
             if not isinstance(error, anyio.BrokenResourceError | anyio.ClosedResourceError):
                 logger.error("a message to a comm could not be sent", exc_info=error)
-            self._connection.abort()
         finally:
             self._sender = None
 
-    async def flush(self, timeout_s: float) -> None:
+    async def flush(self, timeout_s: float) -> bool:
         """Wait until all messages are sent, or sending failed, or the time is over. Then the rest is discarded.
 
         :param timeout_s: limit in seconds.
+        :returns: whether all messages were sent.
         """
         sender = self._sender
         if sender is None:
-            return
+            return self.failure is None
         try:
             await asyncio.wait((sender,), timeout=timeout_s)
         finally:
             if not sender.done():
                 self._messages.clear()
                 sender.cancel()
+        return self.failure is None and not self._messages and sender.done()

@@ -2,9 +2,6 @@
 
 import asyncio
 import gc
-import logging
-import os
-import socket
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -30,6 +27,9 @@ import aioverbs
 from aioverbs.distributed import AioverbsBackend, AioverbsComm
 from aioverbs.distributed.domains import get_domain
 from aioverbs.distributed.framing import encode
+from tests.core.children import in_child
+from tests.pace import patience
+from tests.waiting import until
 
 ADDRESS = "aioverbs://127.0.0.1"
 
@@ -306,16 +306,61 @@ def test_a_forked_child_has_a_device_of_its_own() -> None:
             assert await b.read() == "x"
 
     asyncio.run(exchange())
-    ours, theirs = socket.socketpair()
-    child = os.fork()
-    if child == 0:
-        logging.disable()
-        asyncio.run(exchange())
-        theirs.send(b"done")
-        os._exit(0)
-    theirs.close()
-    ours.settimeout(30)
-    assert ours.recv(4) == b"done"
-    ours.close()
-    assert os.waitpid(child, 0)[1] == 0
+    in_child(lambda: asyncio.run(exchange()), limit_s=30)
     asyncio.run(exchange())
+
+
+async def test_a_comm_whose_message_cannot_be_sent_is_closed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with pair() as (a, b):
+        outbox = a._outbox
+
+        async def fail(_: object) -> None:
+            raise ValueError("longer than the peer accepts")
+
+        monkeypatch.setattr(a._connection, "send", fail)
+        await a.write(to_serialize(np.zeros(1_000_000)))
+        await until(lambda: outbox.failure is not None)
+        assert a.closed()
+        with pytest.raises(CommClosedError, match="longer than the peer accepts"):
+            await a.write("more")
+        with pytest.raises(CommClosedError):
+            await b.read()
+    assert "could not be sent" in caplog.text
+
+
+async def test_a_comm_whose_sender_is_cancelled_is_closed() -> None:
+    async with pair() as (a, b):
+        await a.write(to_serialize(np.zeros(1_000_000)))
+        await asyncio.sleep(0)
+        assert a._outbox._sender is not None
+        a._outbox._sender.cancel()
+        await until(a.closed)
+        with pytest.raises(CommClosedError):
+            await b.read()
+
+
+async def test_abort_ends_a_call_of_close() -> None:
+    async with pair() as (a, b):
+        await a.write(to_serialize(np.zeros(1_000_000)))
+        closing = asyncio.create_task(a.close())
+        await asyncio.sleep(0.01)
+        assert not closing.done()
+        a.abort()
+        async with asyncio.timeout(patience(10)):
+            await closing
+            with pytest.raises(CommClosedError):
+                await b.read()
+
+
+async def test_an_array_keeps_no_other_one_alive() -> None:
+    first, *rest = (np.full(size, size) for size in (60_000, *[10_000] * 20))
+    async with pair() as (a, b):
+        await a.write([to_serialize(each) for each in (first, *rest)])
+        received = (await b.read())[0]
+    base = received
+    while base.base is not None and isinstance(base.base, np.ndarray):
+        base = base.base
+    memory = base.base
+    assert memoryview(memory if memory is not None else base).nbytes < 2 * first.nbytes

@@ -1,10 +1,11 @@
 """Sending of messages: fragments, credits, registered buffers, and control messages."""
 
 import asyncio
+import contextlib
 import functools
 import operator
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 import anyio
 
@@ -70,6 +71,7 @@ class MessageSender:
         self._max_message = 0
         self._credits: Credits | None = None
         self._lock = asyncio.Lock()  # held while a message is sent in more than one step
+        self._in_line = 0  # senders that hold the lock or wait for it; others must not overtake them
         self._waiter: asyncio.Future[None] | None = None  # the sender that waits for a credit
         self.announce: Announce | None = None  # None if long messages are sent in fragments
         self._pending_controls: dict[int, bool] = {}  # header: fenced; not sent yet for lack of a credit
@@ -173,7 +175,7 @@ class MessageSender:
             or state.closed
             or state.eof_sent
             or credit.available <= RESERVED_CREDITS + credit.revocations
-            or self._lock.locked()
+            or self._in_line
         ):
             return False
         buffer = self._buffers.take()
@@ -191,6 +193,16 @@ class MessageSender:
         self.messages += 1
         return True
 
+    @contextlib.asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """Wait for the lock, and hold it for the block."""
+        self._in_line += 1
+        try:
+            async with self._lock:
+                yield
+        finally:
+            self._in_line -= 1
+
     async def _send_slowly(self, parts: list[memoryview], immediate: int | None) -> None:
         """Send a user message that has several fragments, or that has to wait.
 
@@ -201,7 +213,7 @@ class MessageSender:
         length = sum(map(len, parts))
         self._check_length(length)
         finish = None
-        async with self._lock:
+        async with self._turn():
             self._state.check_sending()
             if self.announce is not None and length >= max(_ANNOUNCED_BYTES, self.fragment_size):
                 finish = await self.announce(parts, immediate)
@@ -295,7 +307,7 @@ class MessageSender:
         :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
         :raises Exception: any other exception that `QueuePair.send` raises, such as `VerbsError`.
         """
-        async with self._lock:
+        async with self._turn():
             if kind is FrameKind.END and self._state.eof_sent:
                 return
             self._state.check_sending()

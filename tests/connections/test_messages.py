@@ -164,6 +164,25 @@ async def test_send_nowait(device: Device) -> None:
             ends.far.send_nowait(b"more")
 
 
+async def test_no_message_overtakes_senders_that_wait(device: Device) -> None:
+    async with pair(device) as ends:
+
+        async def send_two() -> None:
+            await ends.near.send(b"1")
+            with pytest.raises(anyio.WouldBlock):
+                ends.near.send_nowait(b"too early")
+            await ends.near.send(b"3")
+
+        count = await use_up(ends.near)
+        sending = [asyncio.create_task(send_two())]
+        await asyncio.sleep(0)
+        sending.append(asyncio.create_task(ends.near.send(b"2")))
+        await asyncio.sleep(0)
+        received = [await ends.far.receive() for _ in range(count + 3)]
+        assert received[count:] == [b"1", b"2", b"3"]
+        await asyncio.gather(*sending)
+
+
 @needs(Capability.FAULT_PLAN)
 async def test_send_nowait_does_not_overtake_messages_that_wait(device: Device) -> None:
     async with pair(device, deeper(SMALL, receive_depth=8)) as ends:

@@ -68,8 +68,8 @@ def wheel_faults(wheel: Path) -> Iterator[str]:
             continue
         elf = ELFFile(io.BytesIO(content))
         yield from (f"{name} {fault}" for fault in _extension_faults(elf, machine))
-        if platform_tag.startswith("manylinux") and elf.get_section_by_name(".symtab") is not None:
-            yield f"{name} is not stripped"
+        if platform_tag.startswith("manylinux"):
+            yield from (f"{name} {fault}" for fault in _release_faults(elf))
     size = wheel.stat().st_size
     if platform_tag.startswith("manylinux") and size > _MANYLINUX_BYTES:
         yield f"the wheel is larger than {_MANYLINUX_BYTES} bytes: {size}"
@@ -89,6 +89,17 @@ def _file_faults(names: set[str], suffix: str) -> Iterator[str]:
             yield f"the wheel holds {name}"
 
 
+def _release_faults(elf: ELFFile) -> Iterator[str]:
+    """Yield the faults of an extension that is to be released, each to stand after its name."""
+    if elf.get_section_by_name(".symtab") is not None:
+        yield "is not stripped"
+    dynamic = elf.get_section_by_name(".dynamic")
+    assert isinstance(dynamic, DynamicSection)
+    for tag in dynamic.iter_tags():
+        if tag.entry.d_tag in ("DT_RPATH", "DT_RUNPATH"):
+            yield f"looks for libraries in {getattr(tag, tag.entry.d_tag.removeprefix('DT_').lower())}"
+
+
 def _extension_faults(elf: ELFFile, machine: str) -> Iterator[str]:
     """Yield the faults of an extension, each to stand after its name."""
     if elf["e_machine"] != _ELF_MACHINES[machine]:
@@ -101,8 +112,6 @@ def _extension_faults(elf: ELFFile, machine: str) -> Iterator[str]:
     assert isinstance(versions, GNUVerSymSection)
     needed = {strings.get_string(tag["d_val"]) for tag in dynamic.iter_tags("DT_NEEDED")}
     yield from (f"needs {library}" for library in sorted(needed - _NEEDED))
-    for name in ("DT_RPATH", "DT_RUNPATH"):
-        yield from (f"looks for libraries in {strings.get_string(tag['d_val'])}" for tag in dynamic.iter_tags(name))
     for number, symbol in enumerate(symbols.iter_symbols()):
         # A symbol of a newer C library has no version, and is missing where the extension runs.
         versioned = versions.get_symbol(number)["ndx"] not in ("VER_NDX_LOCAL", "VER_NDX_GLOBAL")

@@ -60,7 +60,7 @@ class Counting:
         names = {}
         for place in range(_THREADS):
             number = self._words[place * _WORDS]
-            with contextlib.suppress(FileNotFoundError):  # the thread has ended
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
                 name = Path(f"/proc/self/task/{number}/comm").read_text().strip()
                 names[place] = "loop" if number == os.getpid() else _NAMES.get(name, "worker")
         return names

@@ -80,4 +80,4 @@ class Outbox:
             if not sender.done():
                 self._messages.clear()
                 sender.cancel()
-        return self.failure is None and not self._messages and sender.done()
+        return sender.done() and self.failure is None

@@ -35,7 +35,7 @@ def check_dataframe(n_rows: int = 400_000) -> None:
 
 def main() -> None:
     with (
-        LocalCluster(protocol="aioverbs://", n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster,
+        LocalCluster(protocol="aioverbs://", n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster,
         Client(cluster) as client,
     ):
         print(f"scheduler at {client.scheduler.address}, workers at {', '.join(client.scheduler_info()['workers'])}")

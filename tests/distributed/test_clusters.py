@@ -25,7 +25,7 @@ pytestmark = [
 def cluster() -> Iterator[LocalCluster]:
     """Two workers in processes of their own, with nannies."""
     with LocalCluster(
-        protocol="aioverbs://", n_workers=2, threads_per_worker=1, dashboard_address=None, worker_dashboard_address=None
+        protocol="aioverbs://", n_workers=2, threads_per_worker=1, dashboard_address=":0", worker_dashboard_address=None
     ) as made:
         yield made
 
@@ -80,7 +80,7 @@ def test_clients_of_several_threads_share_a_process() -> None:
     for _ in range(2):  # the loop of the first cluster is closed when the second one begins
         with (
             LocalCluster(
-                protocol="aioverbs://", n_workers=2, threads_per_worker=1, processes=False, dashboard_address=None
+                protocol="aioverbs://", n_workers=2, threads_per_worker=1, processes=False, dashboard_address=":0"
             ) as cluster,
             Client(cluster) as first,
             Client(cluster.scheduler_address) as second,

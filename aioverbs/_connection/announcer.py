@@ -140,7 +140,6 @@ class Announcer:
                 await wait_uncancelled(memory.aclose())
         # The announcement was posted in this turn of the loop, so no answer was handled yet.
         answered = self._grants.expect_answer(number)
-        self._channel.answers_without_credit.add(number)
         is_constant = all(isinstance(piece, bytes) or type(piece.obj) is bytes for piece in pieces)
         return _Announcement(number, sum(map(len, pieces)), is_constant, answered, memory)
 

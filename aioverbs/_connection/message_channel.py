@@ -96,7 +96,6 @@ class MessageChannel(ChannelState):
         self.receive, self.receive_handshake = receiver.receive, receiver.receive_handshake
         self.receive_into, self.receive_buffer = receiver.receive_into, receiver.receive_buffer
         self.receive_view = receiver.receive_view
-        self.answers_without_credit = receiver.answers_without_credit
         self.discard_announced = receiver.announced.discard
         self.post_receives, self.inbox = receiver.post_receives, receiver.inbox
 

@@ -88,8 +88,6 @@ class MessageReceiver:
     ) -> None:
         self.messages = 0
         self.announced = AnnouncedMessages(state, sender, max_message)
-        # numbers of this end's announced messages: the peer's REVOKED for one of them uses no credit
-        self.answers_without_credit: set[int] = set()
         self._state = state
         self._sender = sender
         self._buffers = buffers
@@ -342,11 +340,7 @@ class MessageReceiver:
     def _take_answer(self, immediate: int) -> bool:
         """Return whether a frame is the one answer to an announced message, which uses no credit."""
         kind, _, _, number = parse_header(immediate)
-        if kind != FrameKind.REVOKED or number not in self.answers_without_credit:
-            return False
-        self.answers_without_credit.remove(number)
-        self._sender.forget_announcement(number)
-        return True
+        return kind == FrameKind.REVOKED and self._sender.take_answer(number)
 
     def _on_handshake_message(self, receive: ReceiveBuffer, length: int) -> bytes | None:
         """Copy an unframed message of the handshake, and post its receive again.

@@ -75,7 +75,9 @@ class MessageSender:
         self._waiter: asyncio.Future[None] | None = None  # the sender that waits for a credit
         self.announce: Announce | None = None  # None if long messages are sent in fragments
         self._pending_controls: dict[int, bool] = {}  # header: fenced; not sent yet for lack of a credit
-        self._revocable: set[int] = set()  # announced messages that the peer has not answered, nor this end withdrawn
+        # By number: the announced messages that the peer has not answered, and whether a credit is reserved to withdraw
+        # the message.
+        self._announced: dict[int, bool] = {}
         # requests that no user awaits; dropping one would withdraw it
         self._own_requests: deque[Operation[None]] = deque()
         state.when_ended(self._wake)
@@ -258,28 +260,35 @@ class MessageSender:
         """
         flags = HAS_IMMEDIATE if has_immediate else 0
         await self._send_frame(header(FrameKind.ANNOUNCE, flags, 0, number), [memoryview(data)], RESERVED_CREDITS + 1)
-        self._revocable.add(number)
-        self._count_revocable()
+        self._announced[number] = True
+        self._reserve_credits()
 
-    def _count_revocable(self) -> None:
+    def _reserve_credits(self) -> None:
         """Reserve a credit for each message that may have to be withdrawn, and send what waits for the others."""
         assert self._credits is not None
-        self._credits.revocations = len(self._revocable)
+        self._credits.revocations = sum(self._announced.values())
         self._send_controls()
         self._wake()
 
     def withdraw_announcement(self, number: int) -> None:
         """Send REVOKE for an announced message, with the credit reserved for that, unless the peer has answered it."""
-        if number not in self._revocable:
+        if not self._announced.get(number):
             return
         retry = functools.partial(self.withdraw_announcement, number)
         if self._send_control(header(FrameKind.REVOKE, 0, 0, number), False, retry):
-            self.forget_announcement(number)
+            self._announced[number] = False
+            self._reserve_credits()
 
-    def forget_announcement(self, number: int) -> None:
-        """Reserve no credit any longer to withdraw an announced message, because the peer has answered it."""
-        self._revocable.discard(number)
-        self._count_revocable()
+    def take_answer(self, number: int) -> bool:
+        """Forget an announced message because the peer has answered it.
+
+        :param number: number in the peer's REVOKED.
+        :returns: whether there is such a message, so that the answer used no credit.
+        """
+        if self._announced.pop(number, None) is None:
+            return False
+        self._reserve_credits()
+        return True
 
     def piece_size(self, length: int) -> int:
         """Return the size of the messages in which to send bytes that need not stay one message.

@@ -72,7 +72,7 @@ async def settled(ends: Pair) -> None:
     for connection in (ends.near, ends.far):
         end = end_of(connection)
         await finished(connection)
-        assert not end.channel.answers_without_credit
+        assert not end.channel._sender._announced
         assert not end.grants._local_grants
         assert not unread(connection)
         assert not ends.domain.cache._entries or all(each.idle for each in ends.domain.cache._entries.values())
@@ -652,7 +652,7 @@ async def test_withdrawn_messages_keep_their_credits_until_the_user_receives(dev
         near._receiver._on_control = lambda *_: None
         count = 0
         while ends.near.traffic().credits > 2:
-            near.answers_without_credit.add(count)
+            near._sender._announced[count] = False
             await send(FrameKind.ANNOUNCE, count, announcement())
             await send(FrameKind.REVOKE, count, b"")
             count += 1
@@ -669,7 +669,7 @@ async def test_a_withdrawal_that_crosses_the_answer_is_no_violation(device: Devi
     async with pair(device) as ends:
         sending = asyncio.create_task(ends.near.send(changeable()))
         await until(lambda: unread(ends.far))
-        (number,) = end_of(ends.near).channel.answers_without_credit
+        (number,) = end_of(ends.near).channel._sender._announced
         assert await ends.far.receive() == sample(LENGTH)
         end_of(ends.near).channel.send_control(FrameKind.REVOKE, number)  # as if sent before the answer arrived
         await sending

@@ -96,6 +96,7 @@ class AnnouncedMessages:
                 f"the peer announced a message of {message.length:,} bytes, but at most {self._max_message:,} are "
                 "accepted"
             )
+        self.expect_no_withdrawal(number)
         self._unanswered[number] = message
         if self._discards:
             self.withdraw(number)
@@ -115,6 +116,11 @@ class AnnouncedMessages:
         if message is not self._reading:
             self._answer(message)
         return True
+
+    def expect_no_withdrawal(self, number: int) -> None:
+        """Forget the last message of a number, because the peer uses the number again, so it has got the answer."""
+        if number in self._answered:
+            self._answered.remove(number)
 
     def discard(self) -> None:
         """Drop all messages and all further ones, because this end receives no more."""

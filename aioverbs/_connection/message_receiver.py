@@ -419,8 +419,11 @@ class MessageReceiver:
                 known = FrameKind(kind)
             except ValueError:
                 raise ValueError(f"the peer sent a message of unknown kind {kind}") from None
-            if known is not FrameKind.REVOKE or not self.announced.withdraw(number):
-                self._on_control(known, number, bytes(view))
+            if known is FrameKind.REVOKE and self.announced.withdraw(number):
+                return None
+            if known is FrameKind.GRANT:
+                self.announced.expect_no_withdrawal(number)
+            self._on_control(known, number, bytes(view))
         return None
 
     def _add_fragment(self, view: memoryview, flags: int, number: int) -> object:

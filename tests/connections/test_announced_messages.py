@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from aioverbs import (
+    AccessFlags,
     BrokenResourceError,
     ClosedResourceError,
     Connection,
@@ -34,6 +35,7 @@ from aioverbs._connection.wire import (
     LAST,
     AnnouncedPart,
     FrameKind,
+    GrantNotice,
     header,
     pack_announcement,
     parse_announcement,
@@ -674,6 +676,37 @@ async def test_a_withdrawal_that_crosses_the_answer_is_no_violation(device: Devi
         end_of(ends.near).channel.send_control(FrameKind.REVOKE, number)  # as if sent before the answer arrived
         await sending
         await settled(ends)
+
+
+async def test_a_number_is_used_again_for_a_grant(device: Device) -> None:
+    """The grant is revoked, although the peer expects that a message with its number might be withdrawn."""
+    async with pair(device) as ends, ends.domain.register(64) as memory:
+        sending = asyncio.create_task(ends.near.send(changeable()))
+        await ends.far.receive()
+        await sending
+        end_of(ends.near).grants._last_number = 0  # as after all the others
+        grant = await ends.near.grant(memory, AccessFlags.REMOTE_READ)
+        there = await ends.far.receive_grant()
+        await grant.revoke(timeout_s=patience(20))
+        assert there.revoked
+        await settled(ends)
+
+
+async def test_a_number_is_used_again_for_a_message(device: Device) -> None:
+    async with talking(device) as (ends, send), ends.domain.register(LENGTH, AccessFlags.REMOTE_READ) as memory:
+        near = end_of(ends.near).channel
+        near._receiver._on_control = lambda *_: None
+        remote = memory.remote()
+        for _ in range(3):
+            near._sender._announced[1] = False
+            await send(FrameKind.ANNOUNCE, 1, pack_announcement([AnnouncedPart(remote.address, LENGTH, remote.rkey)]))
+            await ends.far.receive()
+            await until(lambda: not near._sender._announced)
+        await send(FrameKind.REVOKE, 1, b"")  # crosses the answer
+        await send(FrameKind.GRANT, 1, GrantNotice(4096, 64, 1, AccessFlags.REMOTE_READ).pack())
+        await send(FrameKind.REVOKE, 1, b"")
+        grant = await ends.far.receive_grant()
+        await until(lambda: grant.revoked)
 
 
 parts = st.lists(

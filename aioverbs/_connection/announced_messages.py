@@ -135,20 +135,19 @@ class AnnouncedMessages:
         self._answered.append(message.number)
         self._sender.send_answer(message.number)
 
-    async def read(self, message: AnnouncedMessage, memory: RegionSlice) -> bool:
-        """Read a message, and answer. If this is cancelled or raises, no request accesses the memory any longer, and
-        the message can be read again, unless it was withdrawn meanwhile.
+    async def read(self, message: AnnouncedMessage, memory: RegionSlice) -> None:
+        """Read a message, unless it is withdrawn. If this is cancelled or raises, no request accesses the memory any
+        longer. Until `finish` is called, the message can be read again.
 
         :param message: the message, which may have been withdrawn and answered while the caller made room for it.
         :param memory: registered memory of at least its length.
-        :returns: True if the message was read; False if it was withdrawn.
         :raises BrokenResourceError: the connection is broken, or the peer's memory cannot be read, which breaks it.
         :raises ClosedResourceError: this end closed the connection.
         :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
         :raises VerbsError: ``ibv_post_send`` failed.
         """
         if self._unanswered.get(message.number) is not message:
-            return False
+            return
         self._reading = message
         try:
             await self._read(message.parts, memory)
@@ -158,6 +157,12 @@ class AnnouncedMessages:
             self._reading = None
             if message.withdrawn:
                 self._answer(message)
+
+    def finish(self, message: AnnouncedMessage) -> bool:
+        """Answer a message that was read.
+
+        :returns: True if the user gets the message; False if it was withdrawn.
+        """
         if message.withdrawn:
             return False
         self._answer(message)

@@ -141,7 +141,8 @@ class MessageReceiver:
             item = await self._next()
             while type(item) is AnnouncedMessage:
                 memory, view = await self._memory.take(item.length)
-                if await self.announced.read(item, memory):
+                await self.announced.read(item, memory)
+                if self.announced.finish(item):
                     item = MessageWithImmediate(bytes(view), item.immediate)
                 else:
                     item = await self._next()
@@ -180,8 +181,9 @@ class MessageReceiver:
                     break
                 length = self._check_fits(item, item.length, view)
                 async with self._cache.region(view) as region:
-                    if await self.announced.read(item, region[:length]):
-                        break
+                    await self.announced.read(item, region[:length])
+                if self.announced.finish(item):  # only now, because the end of the block may raise
+                    break
         finally:
             self._is_pending = False
         self.messages += 1
@@ -227,7 +229,8 @@ class MessageReceiver:
                     message = item if type(item) is bytes else item.data
                     break
                 memory, message = await self._memory.take(item.length)
-                if await self.announced.read(item, memory):
+                await self.announced.read(item, memory)
+                if self.announced.finish(item):
                     break
         finally:
             self._is_pending = False

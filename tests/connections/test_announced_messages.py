@@ -20,6 +20,7 @@ from aioverbs import (
     Connection,
     ConnectionSettings,
     Device,
+    MemoryRegion,
     QueuePair,
     RemoteRegion,
     VerbsError,
@@ -260,6 +261,30 @@ async def test_a_receiver_that_cannot_register_loses_no_message(device: Device, 
         await settled(ends)
 
 
+async def test_a_receiver_that_cannot_deregister_loses_no_message(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error comes at the end of the block of the registration cache, when the message has been read."""
+    async with pair(device) as ends:
+        receiver = end_of(ends.far).channel._receiver
+        region = receiver._cache.region
+
+        @contextlib.asynccontextmanager
+        async def failing(buffer: Any) -> AsyncIterator[MemoryRegion]:
+            async with region(buffer) as yielded:
+                yield yielded
+            raise VerbsError("ibv_dereg_mr", errno.EIO)
+
+        await ends.near.send(sample(LENGTH))
+        await until(lambda: unread(ends.far))
+        with monkeypatch.context() as patch:
+            patch.setattr(receiver._cache, "region", failing)
+            with pytest.raises(VerbsError, match="ibv_dereg_mr"):
+                await receive(ends.far, "receive_into")
+        assert await receive(ends.far, "receive_into") == sample(LENGTH)
+        await settled(ends)
+
+
 # ---- Memory of the receiver
 
 
@@ -404,10 +429,10 @@ async def test_a_send_cancelled_while_the_peer_makes_room(
         announced = end_of(ends.far).channel._receiver.announced
         read, reached, may_go_on = announced.read, asyncio.Event(), asyncio.Event()
 
-        async def late_read(*args: Any) -> bool:
+        async def late_read(*args: Any) -> None:
             reached.set()
             await may_go_on.wait()
-            return await read(*args)
+            await read(*args)
 
         monkeypatch.setattr(announced, "read", late_read)
         receiving = asyncio.create_task(receive(ends.far, how))

@@ -174,6 +174,9 @@ class AnnouncedMessages:
         :raises Exception: whatever `QueuePair.read` raises, at once or when awaited. No request accesses the memory
             then.
         """
+        # A count of its own, because others may use the same registration for any length of time.
+        pins = WaitableInFlightCount(memory.pins)
+        memory = RegionSlice(memory.region, memory.offset, len(memory), pins)
         reads: list[Operation[None]] = []
         view, at = memory.buffer, 0
         try:
@@ -187,8 +190,6 @@ class AnnouncedMessages:
                 await read
         except BaseException:
             reads.clear()  # those that wait for a place in the send queue are withdrawn
-            pins = memory.pins
-            assert isinstance(pins, WaitableInFlightCount)
             await wait_uncancelled(pins.wait())
             raise
 

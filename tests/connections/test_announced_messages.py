@@ -500,6 +500,26 @@ async def test_a_receive_cancelled_while_it_reads_loses_no_message(device: Devic
         await settled(ends)
 
 
+async def test_a_cancelled_receive_does_not_wait_for_other_uses_of_its_buffer(
+    device: Device, reading_may_end: asyncio.Event
+) -> None:
+    async with pair(device) as ends:
+        buffer = bytearray(LENGTH)
+        async with ends.domain.cache.region(buffer) as region:
+            await ends.near.send(sample(LENGTH))
+            await until(lambda: unread(ends.far))
+            receiving = asyncio.create_task(ends.far.receive_into(buffer))
+            await until(lambda: end_of(ends.far).channel._receiver.announced._reading)
+            region.pins.add()  # as a receive that is posted in the buffer
+            receiving.cancel()
+            await asyncio.wait([receiving], timeout=patience(5))
+            region.pins.discard()
+            assert receiving.cancelled()
+        reading_may_end.set()
+        assert await receive(ends.far, "receive_into") == sample(LENGTH)
+        await settled(ends)
+
+
 @every_way_to_cancel
 @pytest.mark.parametrize("how", HOW)
 async def test_a_receive_cancelled_while_it_waits(device: Device, cancel: Cancel, how: str) -> None:

@@ -15,6 +15,7 @@ answer uses no credit: see `max_announced`.
 """
 
 from collections import deque
+from collections.abc import Iterator
 
 from aioverbs._connection.channel_state import ChannelState
 from aioverbs._connection.message_sender import MessageSender
@@ -26,7 +27,10 @@ from aioverbs.errors import BrokenResourceError, ClosedResourceError, WorkComple
 
 __all__ = ["AnnouncedMessage", "AnnouncedMessages"]
 
-_READ_BYTES = 16 << 20  # longest read; devices have limits from 16 MiB on, most of them 1 GiB
+# The reads that are in flight when the peer withdraws a message have to end within the time for which the peer waits,
+# and small messages share the send queue with them.
+_READ_BYTES = 8 << 20
+_READS_IN_FLIGHT = 8
 
 
 class AnnouncedMessage:
@@ -150,7 +154,7 @@ class AnnouncedMessages:
             return
         self._reading = message
         try:
-            await self._read(message.parts, memory)
+            await self._read(message, memory)
         except (BrokenResourceError, ClosedResourceError, WorkCompletionError) as error:
             self._state.raise_ended(error)
         finally:
@@ -168,33 +172,42 @@ class AnnouncedMessages:
         self._answer(message)
         return True
 
-    async def _read(self, parts: list[AnnouncedPart], memory: RegionSlice) -> None:
-        """Read the parts of a message into memory, one after the other.
+    async def _read(self, message: AnnouncedMessage, memory: RegionSlice) -> None:
+        """Read the parts of a message into memory, in their order, until the message is withdrawn.
 
         :raises Exception: whatever `QueuePair.read` raises, at once or when awaited. No request accesses the memory
             then.
         """
         # A count of its own, because others may use the same registration for any length of time.
         pins = WaitableInFlightCount(memory.pins)
-        memory = RegionSlice(memory.region, memory.offset, len(memory), pins)
-        reads: list[Operation[None]] = []
-        view, at = memory.buffer, 0
+        reads: deque[Operation[None]] = deque()
         try:
-            for part in parts:
-                if part.data is not None:
-                    view[at : at + part.length] = part.data
-                else:
-                    reads += self._post_reads(part, memory[at : at + part.length])
-                at += part.length
-            for read in reads:
-                await read
+            for local, remote in _ranges(message.parts, RegionSlice(memory.region, memory.offset, len(memory), pins)):
+                if len(reads) == _READS_IN_FLIGHT:
+                    await reads.popleft()
+                if message.withdrawn:
+                    break
+                reads.append(self._state.qp.read(local, remote))
+            while reads:
+                await reads.popleft()
         except BaseException:
             reads.clear()  # those that wait for a place in the send queue are withdrawn
             await wait_uncancelled(pins.wait())
             raise
 
-    def _post_reads(self, part: AnnouncedPart, memory: RegionSlice) -> list[Operation[None]]:
-        """Post the reads of a part of the peer's memory into memory of the same length, and return them."""
-        remote = RemoteRegion(part.address, part.length, part.rkey)
-        ranges = [slice(at, min(at + _READ_BYTES, part.length)) for at in range(0, part.length, _READ_BYTES)]
-        return [self._state.qp.read(memory[each], remote[each]) for each in ranges]
+
+def _ranges(parts: list[AnnouncedPart], memory: RegionSlice) -> Iterator[tuple[RegionSlice, RemoteRegion]]:
+    """Copy the parts of a message that the announcement contains to memory, and yield what has to be read: ranges of
+    the memory, each with the peer's memory of the same length.
+    """
+    at = 0
+    for part in parts:
+        end = at + part.length
+        if part.data is not None:
+            memory.buffer[at:end] = part.data
+        else:
+            remote = RemoteRegion(part.address, part.length, part.rkey)
+            for start in range(0, part.length, _READ_BYTES):
+                step = min(_READ_BYTES, part.length - start)
+                yield memory[at + start : at + start + step], remote[start : start + step]
+        at = end

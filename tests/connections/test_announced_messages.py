@@ -27,7 +27,7 @@ from aioverbs import (
     WcStatus,
     WorkCompletionError,
 )
-from aioverbs._connection import announcer, establishment, recycled_memory
+from aioverbs._connection import announced_messages, announcer, establishment, recycled_memory
 from aioverbs._connection.connection import end_of
 from aioverbs._connection.credits import max_announced
 from aioverbs._connection.handshake import Capabilities
@@ -418,6 +418,35 @@ async def test_a_send_cancelled_while_the_peer_reads(
         await sending
         await ends.near.send(b"next")
         assert await receiving == b"next"
+        await settled(ends)
+
+
+async def test_few_reads_are_in_flight_and_none_follows_a_withdrawal(
+    device: Device, monkeypatch: pytest.MonkeyPatch, reading_may_end: asyncio.Event
+) -> None:
+    monkeypatch.setattr(announced_messages, "_READ_BYTES", LENGTH // 40)
+    slow_read, posted = QueuePair.read, 0
+
+    def counted_read(*args: Any, **options: Any) -> Any:
+        nonlocal posted
+        posted += 1
+        return slow_read(*args, **options)
+
+    monkeypatch.setattr(QueuePair, "read", counted_read)
+    async with pair(device) as ends:
+        announced = end_of(ends.far).channel._receiver.announced
+        receiving = asyncio.create_task(ends.far.receive())
+        sending = asyncio.create_task(ends.near.send(changeable()))
+        await until(lambda: announced._reading)
+        assert posted == announced_messages._READS_IN_FLIGHT
+        sending.cancel()
+        await until(lambda: announced._reading is not None and announced._reading.withdrawn)
+        reading_may_end.set()
+        await asyncio.wait([sending])
+        assert posted == announced_messages._READS_IN_FLIGHT
+        sending = asyncio.create_task(ends.near.send(changeable()))
+        assert await receiving == sample(LENGTH)
+        await sending
         await settled(ends)
 
 

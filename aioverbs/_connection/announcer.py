@@ -12,7 +12,7 @@ from typing import Any
 from aioverbs._connection.credits import max_announced
 from aioverbs._connection.grants import Grants, has_windows
 from aioverbs._connection.message_channel import MessageChannel
-from aioverbs._connection.wire import IMMEDIATE, AnnouncedPart, announcement_size, pack_announcement
+from aioverbs._connection.wire import IMMEDIATE, MAX_READ_PARTS, AnnouncedPart, announcement_size, pack_announcement
 from aioverbs._lifecycle.affinity import running_loop, wait_uncancelled
 from aioverbs._memory.region import MemoryRegion, MemoryWindow
 from aioverbs._memory.registration_cache import RegistrationCache
@@ -22,7 +22,6 @@ from aioverbs.types import AccessFlags
 __all__ = ["Announcer"]
 
 _SHORT_BYTES = 4096  # shorter parts of a message are sent with its announcement
-_MAX_REGISTERED_PARTS = 64
 _MAX_UNREAD_BYTES = 8 << 20  # of messages that the peer has not read although `send` has returned
 _WITHDRAW_TIMEOUT_S = 5.0
 
@@ -95,7 +94,7 @@ class Announcer:
         short_bytes = sum(len(piece) for piece in pieces if isinstance(piece, bytes))
         if (
             len(prefix) + announcement_size(len(pieces), short_bytes) > self._channel.fragment_size
-            or sum(isinstance(piece, memoryview) for piece in pieces) > _MAX_REGISTERED_PARTS
+            or sum(isinstance(piece, memoryview) for piece in pieces) > MAX_READ_PARTS
         ):
             return None
         await self._slots.acquire()

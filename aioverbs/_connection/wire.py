@@ -22,6 +22,7 @@ __all__ = [
     "HAS_IMMEDIATE",
     "IMMEDIATE",
     "LAST",
+    "MAX_READ_PARTS",
     "TOTAL",
     "WHOLE",
     "AnnouncedPart",
@@ -121,6 +122,11 @@ class GrantNotice(NamedTuple):
         return cls(address, length, rkey, AccessFlags(access))
 
 
+MAX_READ_PARTS = 64
+"""Largest number of parts of an announced message that the peer reads. Before, between and after them there may be one
+part each that the announcement contains."""
+
+
 class AnnouncedPart(NamedTuple):
     """Part of an announced message: memory of the sender, or bytes that the announcement itself contains.
 
@@ -139,7 +145,7 @@ class AnnouncedPart(NamedTuple):
 def pack_announcement(parts: list[AnnouncedPart]) -> bytes:
     """Return the parts of an announced message encoded as bytes, the payload of ANNOUNCE after the immediate data.
 
-    :param parts: the parts in their order, at most 65,535.
+    :param parts: the parts in their order, no more than `MAX_READ_PARTS` permits.
     """
     table = [_PART.pack(part.address, part.length, part.rkey, part.data is not None) for part in parts]
     return b"".join([_COUNT.pack(len(parts)), *table, *(part.data for part in parts if part.data is not None)])
@@ -159,10 +165,13 @@ def parse_announcement(data: bytes) -> list[AnnouncedPart]:
 
     :param data: payload of ANNOUNCE without immediate data.
     :returns: the parts, at least one.
-    :raises ValueError: the data has the wrong length, there are no parts, or the range of one is empty or impossible.
+    :raises ValueError: the data has the wrong length, there are no parts or too many, or the range of one is empty or
+        impossible.
     """
     count = int.from_bytes(data[: _COUNT.size])
     at = announcement_size(count, 0)
+    if count > 2 * MAX_READ_PARTS + 1:
+        raise ValueError(f"the peer announced a message of {count} parts, more than {2 * MAX_READ_PARTS + 1}")
     if len(data) < at or not count:
         raise ValueError(f"the peer sent ANNOUNCE of {count} parts with {len(data)} bytes")
     parts = []
@@ -174,6 +183,9 @@ def parse_announcement(data: bytes) -> list[AnnouncedPart]:
             at += length
         else:
             parts.append(AnnouncedPart(address, length, rkey))
+    to_read = sum(part.data is None for part in parts)
+    if to_read > MAX_READ_PARTS:
+        raise ValueError(f"the peer announced a message with {to_read} parts to read, more than {MAX_READ_PARTS}")
     if len(data) != at:
         raise ValueError(f"the peer sent ANNOUNCE with {len(data)} bytes, expected {at}")
     return parts

@@ -106,6 +106,7 @@ PAYLOADS: dict[str, Any] = {
     "bytearray": bytearray(sample(LENGTH)),
     "array": array.array("d", range(60_000)),
     "view": memoryview(sample(2 * LENGTH))[17 : LENGTH + 20],
+    "as many as possible": [*[b"-", sample(6500)] * 64, b"-"],
     "many": [b"head", bytearray(LENGTH), b"", b"be", b"tween", sample(LENGTH), b"tail"],
     "too many": [sample(6000, each) for each in range(70)],
     "short": b"short",
@@ -794,6 +795,16 @@ parts = st.lists(
 @given(parts)
 def test_announcement_round_trip(parts: list[AnnouncedPart]) -> None:
     assert parse_announcement(pack_announcement(parts)) == parts
+
+
+def test_announcements_of_too_many_parts() -> None:
+    short, long = AnnouncedPart(0, 1, 0, b"x"), AnnouncedPart(4096, 1, 1)
+    most = [*[short, long] * 64, short]
+    assert parse_announcement(pack_announcement(most)) == most
+    with pytest.raises(ValueError, match="of 130 parts, more than 129"):
+        parse_announcement(pack_announcement([*most, short]))
+    with pytest.raises(ValueError, match="with 65 parts to read, more than 64"):
+        parse_announcement(pack_announcement([long] * 65))
 
 
 @given(st.binary(max_size=60))

@@ -1,12 +1,14 @@
 """Registered memory for received messages, which is used again when nothing refers to it any longer."""
 
+import asyncio
+import contextlib
 import ctypes
 import weakref
 from collections import deque
 
 from aioverbs._core.data_path.data_path import RegionSlice
 from aioverbs._lifecycle.affinity import running_loop
-from aioverbs._lifecycle.resource import open_part
+from aioverbs._lifecycle.resource import lifecycle_of, open_part
 from aioverbs._memory.region import MemoryRegion, map_pages
 from aioverbs._verbs.base_domain import Domain, shared_resources_of
 from aioverbs.types import AccessFlags
@@ -33,6 +35,8 @@ class RecycledMemory:
 
     def __init__(self, domain: Domain) -> None:
         self._pd = domain.base
+        self._loop = running_loop()
+        self._trimming: asyncio.Task[None] | None = None
         # Regions that are not in use; the last one was used last. Finalizers append, in any thread.
         self._idle: deque[MemoryRegion] = deque()
         # By the id of the weak reference, which is kept: it has no hash.
@@ -44,12 +48,11 @@ class RecycledMemory:
         :param length: length in bytes, at least 1.
         :returns: the memory as a registered slice, and as a memoryview of format ``B``. The memory is not used again
             while the memoryview, or an object made from it, exists.
-        :raises VerbsError: the device cannot register the memory, or cannot deregister memory that is no longer kept.
+        :raises VerbsError: the device cannot register the memory.
         :raises OSError: the process cannot map that much memory.
         :raises ClosedResourceError: the domain is closed.
         """
         size = _rounded(length)
-        await self._trim()
         # That of the last use may still be in the CPU's cache. A copy, since finalizers may append.
         region = next((each for each in reversed(self._idle.copy()) if len(each) == size and not each.pins), None)
         if region is not None:
@@ -69,17 +72,26 @@ class RecycledMemory:
         """
         _, region = self._in_use.pop(id(reference))
         self._idle.append(region)
+        if self._surplus() > 0 and not lifecycle_of(self._pd).inherited:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the domain deregisters the memory
+                self._loop.call_soon_threadsafe(self._start_trimming)
+
+    def _surplus(self) -> int:
+        """Return how many bytes more are not in use than are kept; 0 or less if there are none."""
+        return sum(len(each) for each in self._idle.copy()) - _MAX_IDLE_BYTES  # a copy, since finalizers may append
+
+    def _start_trimming(self) -> None:
+        """Start `_trim`, unless it runs, so that it also deregisters what was returned since."""
+        if self._trimming is None or self._trimming.done():
+            self._trimming = self._loop.create_task(self._trim())
 
     async def _trim(self) -> None:
         """Deregister the memory that was not used for the longest time, until at most 256 MiB are not in use.
 
         :raises VerbsError: the device cannot deregister it. It is closed together with the domain.
         """
-        surplus = sum(len(each) for each in self._idle.copy()) - _MAX_IDLE_BYTES
-        while surplus > 0:
-            region = self._idle.popleft()
-            surplus -= len(region)
-            await region.aclose()
+        while self._surplus() > 0:
+            await self._idle.popleft().aclose()
 
 
 def _rounded(length: int) -> int:

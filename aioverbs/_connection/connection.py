@@ -115,9 +115,9 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         Closing twice has no effect.
 
         Before closing, this waits until all sent messages are in the peer's memory, from which the peer can still
-        receive them, and those of 384 KiB or more until the peer has received them; but at most ``close_timeout_s`` of
-        the settings. After that time, or if this call is cancelled, messages that were not delivered are lost and the
-        peer's calls raise `BrokenResourceError`. A cancelled call
+        receive them, and those of 384 KiB or more until the peer has received them, or has dropped them because it
+        closes its end; but at most ``close_timeout_s`` of the settings. After that time, or if this call is cancelled,
+        messages that were not delivered are lost and the peer's calls raise `BrokenResourceError`. A cancelled call
         closes the connection nevertheless. Messages from the peer that this end has not received yet are lost.
 
         If the event loop of the connection is closed, another loop may close the connection; no messages are delivered
@@ -300,9 +300,11 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         otherwise it returns without letting other tasks run.
 
         A message of 384 KiB or more is not copied into buffers: the peer's receive call reads it from the memory of
-        `item`. The await returns when the peer has received it. If the memory belongs to `bytes`, which cannot change,
-        the await returns earlier, as long as the peer has at most 8 MiB of such messages to receive. The registration
-        cache of the domain keeps the memory registered, unless it is that of a bytearray, array or mmap.
+        `item`. The await returns when the peer has received it, or has dropped it because it closes its end: as for a
+        short message, that the await returns does not say that the peer's user got the message. If the memory belongs
+        to `bytes`, which cannot change, the await returns earlier, as long as the peer has at most 8 MiB of such
+        messages to receive. The registration cache of the domain keeps the memory registered, unless it is that of a
+        bytearray, array or mmap.
 
         If the await is cancelled, the peer receives no part of the message; or all of it, if it was just receiving a
         message of 384 KiB or more.
@@ -368,7 +370,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         This returns an awaitable, which raises the exceptions below. A cancelled await loses no message. After its end,
         `buffer` is not written to; if the device is writing to it, the cancellation waits for that. A long message goes
         directly from the peer's memory to `buffer`, which the registration cache of the domain keeps registered for the
-        next time.
+        next time: until `RegistrationCache.drop`, a bytearray cannot be resized and an mmap cannot be closed.
 
         :param buffer: contiguous, writable buffer, of which the message fills the beginning.
         :returns: an awaitable that returns the length of the message in bytes.

@@ -126,8 +126,8 @@ class MessageSender:
 
         :param payload: the message, as for `send`.
         :param immediate: the user's immediate data, as for `send`.
-        :raises anyio.WouldBlock: there is no credit or no send buffer, or other messages are waiting for one; nothing
-            was sent.
+        :raises anyio.WouldBlock: there is no credit or no send buffer, or other messages are waiting to be sent, such
+            as a long one that the peer does not receive yet; nothing was sent.
         :raises ValueError: the message does not fit in a fragment, is longer than the peer accepts, or `immediate` does
             not fit in 32 bits.
         :raises Exception: any other exception that `send` raises.

@@ -29,7 +29,8 @@ class ConnectionSettings:
     :param send_buffers: number of fragments that may be in flight to the peer, 1..2**16.
     :param send_depth: number of work requests that may be in flight, one-sided ones included; at least `send_buffers` +
         4, at most 2**16. Further requests wait.
-    :param max_message: size of the longest message accepted from the peer, in bytes, 1..2**64-1.
+    :param max_message: size of the longest message accepted from the peer, in bytes, 1..2**64-1. A peer can make the
+        receive calls map and register that much memory before it sends the first byte.
     :param max_grants: largest number of the peer's grants that may exist at the same time, 0..65535.
     :param keep_alive_s: time in seconds, at least 0.1, after which a silent peer counts as lost; None for no limit. On
         RDMA devices, a lost peer is detected within that time. On the software device, the peer's process must answer:

@@ -66,7 +66,8 @@ class FrameKind(enum.IntEnum):
     """Asks the peer to stop using a grant."""
 
     REVOKED = 5
-    """Acknowledges REVOKE, or says that an announced message was read; all earlier accesses are done."""
+    """Acknowledges REVOKE, or says that an announced message was read, or dropped because the end closes; all earlier
+    accesses are done."""
 
     END = 6
     """No more user messages or grants follow."""

@@ -117,7 +117,7 @@ class MessageChannel(ChannelState):
             self._receiver.announced.start(max_announced(depth))
         else:
             self._credits = Credits(depth, own_depth)
-        self._sender.start(self._credits, min(buffer_size, self._settings.buffer_size), max_message)
+        self._sender.start(self._credits, depth, min(buffer_size, self._settings.buffer_size), max_message)
         self._receiver.start(self._credits, handshake_messages)
 
     def set_announce(self, announce: Announce) -> None:

@@ -43,6 +43,9 @@ _NULL_REMOTE = RemoteRegion(0, 0, 0)
 # Length from which a message is announced. Between two processes on soft0, fragments cost both about 100 us of CPU time
 # for each 128 KiB; an announcement costs 350 us, and 100 us for each MiB.
 _ANNOUNCED_BYTES = 384 << 10
+# Requests without an acknowledgement for each receive of the peer. An honest peer has one, and more only as long as
+# completions are handled later than messages that arrived after them.
+_OWN_REQUESTS_PER_RECEIVE = 4
 _PIECE_BYTES = 4 << 20  # of byte streams, so that the receiver can use the first bytes before the last ones arrive
 
 Announce = Callable[[list[memoryview], int | None], Awaitable[Callable[[], Awaitable[None]] | None]]
@@ -80,16 +83,19 @@ class MessageSender:
         self._announced: dict[int, bool] = {}
         # requests that no user awaits; dropping one would withdraw it
         self._own_requests: deque[Operation[None]] = deque()
+        self._max_own_requests = 0
         state.when_ended(self._wake)
 
-    def start(self, credit: Credits, fragment_size: int, max_message: int) -> None:
+    def start(self, credit: Credits, depth: int, fragment_size: int, max_message: int) -> None:
         """Begin to send framed messages, after the handshake.
 
         :param credit: credits of this end.
+        :param depth: number of receives that the peer keeps posted, for credits and for answers.
         :param fragment_size: bytes of a message that fit the buffers of both ends.
         :param max_message: size of the longest message that the peer accepts, in bytes.
         """
         self._credits = credit
+        self._max_own_requests = _OWN_REQUESTS_PER_RECEIVE * (depth + 1)
         self.fragment_size = fragment_size
         self._max_message = max_message
 
@@ -538,12 +544,19 @@ class MessageSender:
         """Keep a reference to an operation that no task of the user awaits, until it has ended.
 
         Without a reference, an operation that waits for a place in the send queue would be withdrawn.
+
+        Each of these requests but the rare probes is, or precedes, a message that uses a receive of the peer. A peer
+        that says of ever more of them that it has handled them, although its device does not acknowledge them, would
+        make this end keep ever more: that breaks the connection.
         """
         # Do not poll for completions here: those found would overtake others that were found earlier.
         requests = self._own_requests
         while requests and requests[0].ended:
             del requests[0]
         requests.append(operation)
+        if len(requests) > self._max_own_requests:
+            reason = f"the peer's device does not acknowledge {len(requests)} messages that the peer has handled"
+            self._state.loop.call_soon(self._state.fail, reason)  # after the caller has delivered what arrived
 
     def _wake(self) -> None:
         """Wake the sender that is waiting for a credit."""

@@ -712,6 +712,40 @@ async def test_an_answer_before_the_announcement_breaks_the_connection(
     data.extend(b"free to be resized")
 
 
+class Unacknowledged:
+    """Operation of a send that the peer's device never acknowledges."""
+
+    ended = False
+
+    def __init__(self, operation: object) -> None:
+        self._operation = operation
+
+
+async def test_a_peer_that_acknowledges_no_answers_breaks_the_connection(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The requests that this end keeps are bounded, although answers need no credit."""
+    async with pair(device, DEEP) as ends:
+        sender = end_of(ends.far).channel._sender
+        keep = sender.keep_until_done
+        kept: Any = Unacknowledged
+        monkeypatch.setattr(sender, "keep_until_done", lambda operation: keep(kept(operation)))
+
+        async def receive_all() -> None:
+            while True:
+                await ends.far.receive()
+
+        async def send_all() -> None:
+            while True:
+                await ends.near.send(changeable())
+
+        tasks = [asyncio.create_task(receive_all()), asyncio.create_task(send_all())]
+        async with asyncio.timeout(patience(20)):
+            assert "does not acknowledge 69 messages" in str(await ends.far.wait_lost())
+        await asyncio.wait(tasks)
+        assert all(isinstance(task.exception(), BrokenResourceError) for task in tasks)
+
+
 @pytest.mark.parametrize("how", HOW)
 async def test_memory_that_cannot_be_read_breaks_the_connection(device: Device, how: str) -> None:
     async with talking(device) as (ends, send):

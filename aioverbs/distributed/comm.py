@@ -12,7 +12,7 @@ from distributed.comm.utils import from_frames, to_frames
 from distributed.protocol.utils import host_array
 
 from aioverbs._connection.connection import Connection
-from aioverbs.distributed.framing import LONG_RUN, encode, parse
+from aioverbs.distributed.framing import encode, parse
 from aioverbs.distributed.outbox import Outbox
 
 __all__ = ["PREFIX", "AioverbsComm"]
@@ -90,33 +90,37 @@ class AioverbsComm(Comm):
             raise CommClosedError(f"in {self}: a received object is truncated") from error
 
     async def _receive_frames(self) -> list[memoryview]:
-        """Receive the frames of a message, each run of them in writable memory of its own: see `framing`. A long run is
-        read from the peer's memory in one copy, into memory that is recycled when nothing refers to it.
+        """Receive the frames of a message, each run of them in writable memory of its own: see `framing`. A run that is
+        a message of its own is not copied: a long one was read from the peer's memory, into memory that is recycled
+        when nothing refers to it.
 
         :raises ValueError: the peer sent no such message.
-        :raises Exception: whatever `Connection.receive` raises.
+        :raises Exception: whatever `Connection.receive_buffer` raises.
         """
-        message = await self._connection.receive()
-        head = host_array(len(message))
-        head[:] = message
-        at, runs = parse(head)
+        message = await self._connection.receive_buffer()
+        start, runs, messages = parse(message)
+        message = message[start:]
+        memories: dict[int, memoryview] = {}  # by number of the run
+        for numbers in messages:
+            if numbers[0] > 0:
+                message = await self._connection.receive_buffer()
+            totals = [sum(runs[number]) for number in numbers]
+            if len(message) != sum(totals):
+                raise ValueError(f"the peer sent {len(message):,} bytes instead of {sum(totals):,}")
+            if len(numbers) == 1:
+                memories[numbers[0]] = message
+                continue
+            at = 0
+            for number, total in zip(numbers, totals, strict=True):
+                memory = memories[number] = host_array(total)
+                memory[:] = message[at : at + total]
+                at += total
         frames: list[memoryview] = []
         for number, sizes in enumerate(runs):
-            total = sum(sizes)
-            if number == 0 and at + total == len(head):
-                memory = head[at:]
-            elif number == 0 or total < LONG_RUN:
-                memory = host_array(total)
-                memory[:] = head[at : at + total]
-                at += total
-            else:
-                memory = await self._connection.receive_buffer()
-                if len(memory) != total:
-                    raise ValueError(f"the peer sent {len(memory):,} bytes instead of {total:,}")
-            start = 0
+            at = 0
             for size in sizes:
-                frames.append(memory[start : start + size])
-                start += size
+                frames.append(memories[number][at : at + size])
+                at += size
         return frames
 
     async def write(self, msg: Any, serializers: Any = None, on_error: str | None = "message") -> int:

@@ -1,24 +1,27 @@
 """PURE: how the frames of a Dask message are divided into messages of a connection.
 
 A Dask message is a list of frames. Consecutive frames form a run, and each run arrives in memory of its own. The first
-message is the head; long runs follow as messages of their own:
+message is the head. A long run is a message of its own. Short runs are in the head and, when that is full, in further
+messages, so that the receiver never has more than `_MAX_TOGETHER` bytes twice:
 
     head       number of frames n and number of runs m, 32 bits each
                size of each frame in bytes, n times 64 bits
                number of frames of each run, m times 32 bits
-               the first run, then all other runs of less than `LONG_RUN` bytes
-    message    a run of at least `LONG_RUN` bytes
+               the first run, then short ones
+    message    a run of at least `LONG_RUN` bytes, or short ones
     ...
 """
 
 import struct
 from collections.abc import Sequence
+from itertools import islice
 
 __all__ = ["LONG_RUN", "encode", "parse"]
 
 LONG_RUN = 128 * 1024
 """Smallest size, in bytes, of a run that is a message of its own: the receiver reads it in one copy."""
 
+_MAX_TOGETHER = 1 << 20  # bytes of the runs in a message of several
 _MAX_SHARED = 512 * 1024  # a longer object gets memory of its own, which begins at a page
 _NUMBERS = struct.Struct("<II")
 
@@ -31,24 +34,38 @@ def encode(frames: Sequence[bytes | bytearray | memoryview]) -> tuple[int, list[
     """
     sizes = [memoryview(frame).nbytes for frame in frames]
     runs = _divide(frames, sizes)
-    head: list[bytes | bytearray | memoryview] = [
-        b"".join(
-            (
-                _NUMBERS.pack(len(sizes), len(runs)),
-                struct.pack(f"<{len(sizes)}Q{len(runs)}I", *sizes, *map(len, runs)),
-            )
+    numbers = b"".join(
+        (
+            _NUMBERS.pack(len(sizes), len(runs)),
+            struct.pack(f"<{len(sizes)}Q{len(runs)}I", *sizes, *map(len, runs)),
         )
-    ]
-    messages = [head]
-    at = 0
-    for number, run in enumerate(runs):
-        is_long = number > 0 and sum(sizes[at : at + len(run)]) >= LONG_RUN
-        at += len(run)
-        if is_long:
-            messages.append(run)
+    )
+    every_size = iter(sizes)
+    totals = [sum(islice(every_size, len(run))) for run in runs]
+    messages = [[frame for number in message for frame in runs[number]] for message in _share(totals)]
+    messages[0].insert(0, numbers)
+    return len(numbers) + sum(sizes), messages
+
+
+def _share(totals: Sequence[int]) -> list[list[int]]:
+    """Return the numbers of the runs in each message. The head is the first message, and contains the first run.
+
+    :param totals: number of bytes of each run.
+    """
+    shared = [0]
+    messages = [shared]
+    filled = totals[0]
+    for number, total in enumerate(totals[1:], 1):
+        if total >= LONG_RUN:
+            messages.append([number])
+        elif filled + total <= _MAX_TOGETHER:
+            shared.append(number)
+            filled += total
         else:
-            head.extend(run)
-    return len(head[0]) + sum(sizes), messages
+            shared = [number]
+            messages.append(shared)
+            filled = total
+    return messages
 
 
 def _divide(
@@ -88,11 +105,12 @@ def _divide(
     return runs
 
 
-def parse(head: memoryview) -> tuple[int, list[list[int]]]:
+def parse(head: memoryview) -> tuple[int, list[list[int]], list[list[int]]]:
     """Parse the beginning of a head that a peer sent.
 
     :param head: the message, format ``"B"``.
-    :returns: the offset of the first run, and for each run the sizes of its frames in bytes.
+    :returns: the offset of the first run, for each run the sizes of its frames in bytes, and for each message the
+        numbers of its runs.
     :raises ValueError: the message is no head, or contains more or fewer bytes than it says.
     """
     if len(head) < _NUMBERS.size:
@@ -111,7 +129,8 @@ def parse(head: memoryview) -> tuple[int, list[list[int]]]:
         runs.append(list(sizes[at : at + count]))
         at += count
     totals = [sum(run) for run in runs]
-    expected = start + totals[0] + sum(total for total in totals[1:] if total < LONG_RUN)
+    messages = _share(totals)
+    expected = start + sum(totals[number] for number in messages[0])
     if len(head) != expected:
         raise ValueError(f"the head of a message has {len(head):,} bytes instead of {expected:,}")
-    return start, runs
+    return start, runs, messages

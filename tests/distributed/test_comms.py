@@ -354,6 +354,26 @@ async def test_abort_ends_a_call_of_close() -> None:
                 await b.read()
 
 
+async def test_many_arrays_are_received_little_by_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays = [np.full(100_000, number, "u1") for number in range(50)]
+    lengths = []
+    async with pair() as (a, b):
+        receive_buffer = b._connection.receive_buffer
+
+        async def receive() -> memoryview:
+            message = await receive_buffer()
+            lengths.append(len(message))
+            return message
+
+        monkeypatch.setattr(b._connection, "receive_buffer", receive)
+        await a.write([to_serialize(each) for each in arrays])
+        for sent, received in zip(arrays, await b.read(), strict=True):
+            np.testing.assert_array_equal(received, sent)
+            received[:] = 0
+    assert sum(lengths) > 5_000_000
+    assert max(lengths) < 1_100_000
+
+
 async def test_an_array_keeps_no_other_one_alive() -> None:
     first, *rest = (np.full(size, size) for size in (60_000, *[10_000] * 20))
     async with pair() as (a, b):

@@ -18,25 +18,24 @@ def runs_of(frames: Frames) -> list[list[int]]:
 
 def decoded(messages: list[Frames]) -> list[bytes]:
     """Return the frames of messages."""
-    head, *rest = [b"".join(message) for message in messages]
-    at, runs = parse(memoryview(head))
-    frames = []
-    for number, sizes in enumerate(runs):
-        is_long = number > 0 and sum(sizes) >= LONG_RUN
-        memory, start = (rest.pop(0), 0) if is_long else (head, at)
-        for size in sizes:
-            frames.append(memory[start : start + size])
-            start += size
-        if not is_long:
-            at = start
-    assert not rest
-    return frames
+    joined = [b"".join(message) for message in messages]
+    start, runs, numbers = parse(memoryview(joined[0]))
+    frames: dict[int, list[bytes]] = {}
+    for message, at, inside in zip(joined, [start] + [0] * len(numbers), numbers, strict=False):
+        for number in inside:
+            frames[number] = []
+            for size in runs[number]:
+                frames[number].append(message[at : at + size])
+                at += size
+        assert at == len(message)
+    assert len(joined) == len(numbers)
+    return [frame for number in range(len(runs)) for frame in frames[number]]
 
 
 sizes = st.one_of(st.integers(0, 3000), st.sampled_from([LONG_RUN - 1, LONG_RUN, 600_000]))
 
 
-@given(st.lists(st.tuples(st.booleans(), sizes), min_size=1, max_size=8))
+@given(st.lists(st.tuples(st.booleans(), sizes), min_size=1, max_size=20))
 def test_frames_arrive_as_they_were_sent(drawn: list[tuple[bool, int]]) -> None:
     frames: Frames = [
         bytes([number]) * size if is_bytes else memoryview(bytearray([number]) * size)
@@ -57,6 +56,16 @@ def test_slices_of_an_object_share_a_run() -> None:
     assert runs_of([b"h" * 10, array[:200_000], array[200_000:]]) == [[10, 200_000, 100_000]]
     other = memoryview(bytearray(2_000_000))
     assert runs_of([b"h" * 10, bytearray(1), other[:1_000_000], other[1_000_000:]]) == [[10, 1], [1_000_000] * 2]
+
+
+def test_no_message_of_short_runs_is_long() -> None:
+    short: Frames = [bytearray(100_000) for _ in range(30)]
+    _, messages = encode([b"h" * 10, *short[:15], bytearray(LONG_RUN), *short[15:]])
+    lengths = [sum(map(len, message)) for message in messages]
+    assert lengths[0] - len(messages[0][0]) == 10 + 10 * 100_000
+    assert lengths[1:] == [10 * 100_000, LONG_RUN, 10 * 100_000]
+    _, messages = encode([b"h" * 2_000_000, *short[:1]])
+    assert len(messages) == 2
 
 
 @pytest.mark.parametrize(
@@ -95,8 +104,9 @@ def test_a_malformed_head_is_refused(message: bytes) -> None:
 @given(st.binary(max_size=64))
 def test_any_head_is_parsed_or_refused(message: bytes) -> None:
     try:
-        at, runs = parse(memoryview(message))
+        at, runs, messages = parse(memoryview(message))
     except ValueError:
         return
-    assert at + sum(runs[0]) <= len(message)
+    assert at + sum(sum(runs[number]) for number in messages[0]) == len(message)
+    assert sorted(number for numbers in messages for number in numbers) == list(range(len(runs)))
     assert all(runs)

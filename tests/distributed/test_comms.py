@@ -299,6 +299,18 @@ async def test_each_loop_has_a_domain_which_is_closed_after_the_loop() -> None:
     assert [domain.closed for domain in domains] == [True, True, True, False]
 
 
+async def test_a_lost_device_is_replaced() -> None:
+    domain = await get_domain()
+    async with pair() as (a, b):
+        aioverbs.shared_device().faults.lose_device()
+        await until(lambda: a.closed() and b.closed())
+        async with pair() as (c, d):
+            await c.write("x")
+            assert await d.read() == "x"
+    assert await get_domain() is not domain
+    assert domain.closed
+
+
 def test_a_forked_child_has_a_device_of_its_own() -> None:
     async def exchange() -> None:
         async with pair() as (a, b):

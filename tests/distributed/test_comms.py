@@ -191,6 +191,7 @@ async def test_addresses() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:get_ipv6 is deprecated")  # `distributed` itself calls it
+@pytest.mark.filterwarnings("ignore:Couldn.t detect a suitable IP address")  # no network but loopback
 @pytest.mark.parametrize(
     "host",
     ["", "0.0.0.0", pytest.param("[::]", marks=pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6"))],

@@ -532,8 +532,10 @@ def distributed(session: nox.Session) -> None:
 
     A wheel of `distributed` has no tests. CHECKOUT is a working copy of its repository, of the version in
     pyproject.toml or one near it. Each MODULE is the name of a file with tests, such as `test_core`; all that depend on
-    the backend are run without. The session prints a table of the tests that differ, and fails if the backend fails a
-    test that tcp passes, and `tests/distributed/differences.toml` has no reason for that.
+    the backend are run without. First, the checks for any backend that its tests contain are made of ours. The session
+    prints a table of the tests that differ. It fails if a check fails or none was made, if tcp passes no test of a
+    module, and if tcp passes a test that the backend does not, and `tests/distributed/differences.toml` has no reason
+    for that.
     """
     bench = "--bench" in session.posargs
     if not session.posargs:

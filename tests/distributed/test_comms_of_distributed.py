@@ -1,7 +1,7 @@
 """The checks that `distributed` makes of each of its comm backends, made of this one.
 
-They are in the repository of `distributed` only, not in its wheel. To run this file, copy `distributed/comm/tests` from
-a checkout of the installed version to the installed package; otherwise it is skipped.
+They are in the repository of `distributed` only, not in its wheel. `nox -s distributed -- CHECKOUT` copies them into
+the installed package and runs this file; elsewhere it is skipped.
 """
 
 from typing import Any

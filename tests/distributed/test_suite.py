@@ -1,30 +1,79 @@
 """The comparison of two runs of the tests of `distributed`."""
 
+import os
 from pathlib import Path
 
-from tests.distributed.suite import compare, parse
+import pytest
+
+from tests.distributed import suite
+from tests.distributed.suite import compare, copy_tests, parse, run, tabulate
 
 REPORT = """<testsuites><testsuite>
 <testcase classname="" name="test_a"/>
 <testcase classname="tests.test_b" name="test_b[1]"><failure/></testcase>
-<testcase classname="tests.test_b" name="test_c"><skipped/></testcase>
+<testcase classname="tests.test_b.TestIt" name="test_c"><skipped type="pytest.skip"/></testcase>
 <testcase classname="tests.test_b" name="test_d"><error/></testcase>
 <testcase classname="tests.test_b" name="test_d"/>
+<testcase classname="tests.test_b" name="test_e"><skipped type="pytest.xfail"/></testcase>
 </testsuite></testsuites>"""
 
 
 def test_a_report_has_one_outcome_for_each_test(tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
     report.write_text(REPORT)
-    assert parse(report) == {
-        "::test_a": "passed",
+    assert parse(report, "test_b") == {
+        "test_b::test_a": "passed",
         "test_b::test_b[1]": "failed",
-        "test_b::test_c": "skipped",
+        "test_b::TestIt::test_c": "skipped",
         "test_b::test_d": "failed",
+        "test_b::test_e": "xfailed",
     }
 
 
-def test_only_failures_that_tcp_does_not_have_are_differences() -> None:
-    theirs = {"a": "passed", "b": "failed", "c": "skipped", "d": "failed"}
-    ours = {"a": "failed", "b": "failed", "c": "failed", "d": "passed", "new": "failed"}
-    assert compare(ours, theirs) == ["a", "c", "new"]
+def test_what_tcp_passes_has_to_pass() -> None:
+    theirs = {"a": "passed", "b": "failed", "c": "skipped", "d": "failed", "e": "passed", "f": "passed", "g": "passed"}
+    ours = {"a": "failed", "b": "failed", "c": "failed", "d": "passed", "e": "skipped", "g": "xfailed", "new": "failed"}
+    assert compare(ours, theirs) == ["a", "c", "e", "f", "new"]
+
+
+def test_a_module_that_did_not_run_is_a_difference() -> None:
+    passed = {"m::test_a": "passed"}
+    assert [tabulate("m", *both, {})[1] for both in ((passed, passed), ({}, passed), (passed, {}), ({}, {}))] == [
+        0, 1, 1, 1,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "count"), [({"a": "passed", "b": "skipped"}, 0), ({"a": "skipped"}, 1), ({}, 1), ({"a": "failed"}, 2)]
+)
+def test_the_checks_have_to_be_made(
+    outcomes: dict[str, str], count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_x.py").touch()
+    monkeypatch.setattr(suite, "copy_tests", lambda checkout: checkout)
+    monkeypatch.setattr(suite, "outcomes_of_checks", lambda: outcomes)
+    monkeypatch.setattr(suite, "outcomes", lambda *_: {"test_x::test_a": "passed"})
+    assert suite.main(tmp_path, "test_x") == count
+
+
+def test_a_reason_is_for_all_parameters_of_a_test_of_one_module() -> None:
+    theirs = {"m::test_a[1]": "passed", "n::test_a[1]": "passed"}
+    lines, unknown = tabulate("m", theirs, {}, {"m::test_a": "names TCP"})
+    assert [line.split("|")[-2].strip() for line in lines[1:]] == ["names TCP", "UNKNOWN"]
+    assert unknown == 1
+
+
+def test_a_run_that_does_not_end_is_killed_with_its_processes(tmp_path: Path) -> None:
+    held = tmp_path / "held"  # by the child of the run, as long as it lives
+    os.mkfifo(held)
+    reader = os.open(held, os.O_RDONLY | os.O_NONBLOCK)
+    run(["sh", "-c", "sleep 1000 > held & wait"], tmp_path, {}, limit_s=1)
+    os.set_blocking(reader, True)
+    assert os.read(reader, 1) == b""
+    os.close(reader)
+
+
+def test_a_folder_without_tests_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="no tests"):
+        copy_tests(tmp_path)

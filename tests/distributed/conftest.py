@@ -7,6 +7,7 @@ from importlib.util import find_spec
 import pytest
 
 import aioverbs
+from tests.pace import patience
 
 collect_ignore_glob = [] if find_spec("distributed") else ["test_*.py"]
 
@@ -18,6 +19,8 @@ async def _device(_ledger: None) -> AsyncIterator[None]:
     Handlers of comms whose peer has closed are left time to notice that.
     """
     yield
-    if handlers := asyncio.all_tasks() - {asyncio.current_task()}:
-        await asyncio.wait(handlers, timeout=5)
+    pending = asyncio.all_tasks() - {asyncio.current_task()}
+    if pending:
+        _, pending = await asyncio.wait(pending, timeout=patience(5))
     await aioverbs.shared_device().aclose()
+    assert not pending

@@ -1,6 +1,7 @@
 """The domain of each event loop on which Dask communicates."""
 
 import asyncio
+import logging
 
 from aioverbs._lifecycle.resource import open_now, suppress_warning
 from aioverbs._verbs.completion_queue import MessageModel
@@ -10,6 +11,8 @@ from aioverbs._verbs.shared_device import shared_device
 from aioverbs.distributed.configuration import device_name, message_model
 
 __all__ = ["get_domain"]
+
+logger = logging.getLogger("aioverbs")
 
 _Key = tuple[asyncio.AbstractEventLoop, str | None, MessageModel]
 
@@ -41,6 +44,11 @@ async def get_domain() -> ResourceDomain:
     _domains[key] = device, made
     orphans = [_domains.pop(other, (None, None))[1] for other in tuple(_domains) if other[0].is_closed()]
     for orphan in (domain, *orphans):
-        if orphan is not None and not orphan.closed:
-            await orphan.aclose()
+        if orphan is not None:
+            try:
+                await orphan.aclose()
+            except Exception:
+                logger.exception(
+                    "the domain of comms that are gone could not be closed; the end of the process closes it"
+                )
     return made

@@ -285,7 +285,7 @@ async def test_settings_are_used() -> None:
     assert model is aioverbs.MessageModel.LOW_LATENCY
 
 
-def on_new_thread(function: Callable[[], None]) -> None:
+def on_new_thread(function: Callable[[], object]) -> None:
     thread = threading.Thread(target=function)
     thread.start()
     thread.join()
@@ -303,6 +303,21 @@ async def test_each_loop_has_a_domain_which_is_closed_after_the_loop() -> None:
     assert len(set(map(id, domains))) == 3
     await get()
     assert [domain.closed for domain in domains] == [True, True, True, False]
+
+
+async def test_a_domain_that_cannot_be_closed_does_not_hinder_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail(_: object) -> None:
+        raise OSError("in use")
+
+    on_new_thread(lambda: asyncio.run(get_domain()))
+    with monkeypatch.context() as patched:
+        patched.setattr(aioverbs.ResourceDomain, "aclose", fail)
+        async with pair() as (a, b):
+            await a.write("x")
+            assert await b.read() == "x"
+    assert "could not be closed" in caplog.text
 
 
 async def test_a_lost_device_is_replaced() -> None:

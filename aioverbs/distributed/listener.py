@@ -92,13 +92,15 @@ class AioverbsListener(BaseListener):
     async def _accept(self, listener: ConnectionListener) -> None:
         """Handle each connection in a task of its own, until the listener is closed."""
         async for connection in listener:
-            self._start_task(self._handle(connection))
+            self._begin(connection)
 
-    async def _handle(self, connection: Connection) -> None:
-        """Make a comm of a connection, perform the handshake of `distributed`, and call the handler."""
+    def _begin(self, connection: Connection) -> None:
+        """Make a comm of a connection, and handle it in a task, which alone refers to it: if the task is cancelled
+        before its first step, the comm is dropped, which closes the connection.
+        """
         remote = connection.remote_address if connection.broken is None else None
         local = connection.local_address if connection.broken is None else None
-        if self._listener is None or remote is None or local is None:  # stopped, or the peer has gone
+        if remote is None or local is None:  # the peer has gone
             connection.abort()
             return
         comm = AioverbsComm(
@@ -108,6 +110,13 @@ class AioverbsListener(BaseListener):
             self._deserialize,
         )
         comm.allow_offload = self._allow_offload
+        self._start_task(self._handle(comm))
+
+    async def _handle(self, comm: AioverbsComm) -> None:
+        """Perform the handshake of `distributed`, and call the handler."""
+        if self._listener is None:  # stopped
+            comm.abort()
+            return
         try:
             await self.on_connection(comm)
         except CommClosedError:

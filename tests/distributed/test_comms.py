@@ -238,6 +238,26 @@ async def test_a_listener_survives_a_peer_that_breaks_the_handshake() -> None:
     listener.stop()
 
 
+async def test_the_connection_of_a_handler_that_is_cancelled_at_once_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    listener = await listen(ADDRESS, print)
+    start, tasks = listener._start_task, listener._tasks
+
+    def start_and_cancel(coroutine: Any) -> None:
+        before = set(tasks)
+        start(coroutine)
+        for task in tasks - before:
+            task.cancel()
+
+    monkeypatch.setattr(listener, "_start_task", start_and_cancel)
+    host, port = get_address_host_port(listener.contact_address)
+    async with aioverbs.connect(host, port, domain=await get_domain()) as connection:
+        async with asyncio.timeout(patience(10)):
+            await connection.wait_lost()
+    listener.stop()
+
+
 async def test_a_refused_handshake_is_not_repeated() -> None:
     async with aioverbs.listen("127.0.0.1", domain=await get_domain(), secret=b"s") as listener:
         with pytest.raises(FatalCommClosedError, match="secret"):

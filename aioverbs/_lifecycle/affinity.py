@@ -7,6 +7,7 @@ import functools
 import inspect
 import socket
 import sys
+import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
@@ -29,6 +30,7 @@ __all__ = [
     "ThreadModel",
     "owner_for",
     "run_on_owner",
+    "run_on_owner_within",
     "running_loop",
     "wait_socket_ready",
     "wait_uncancelled",
@@ -444,18 +446,64 @@ async def run_on_owner(
             await yield_to_loop(turn)
         result = function(*args, **kwargs)
         return await result if inspect.isawaitable(result) else result
+    awaited, call = _send(owner, functools.partial(function, **kwargs) if kwargs else function, args)
+    return await awaited.wait(call.withdraw)
+
+
+async def run_on_owner_within(limit_s: float, owner: Affinity, function: Callable[[], None]) -> None:
+    """Call a plain function on the event loop of another owner, unless that loop does not begin the call in time.
+
+    Unlike `run_on_owner`, this does not wait for a loop that is blocked, perhaps until the caller goes on. The wait
+    ends at the limit even if the caller was cancelled before.
+
+    :param limit_s: seconds until the call is given up. The function is not called after that.
+    :param owner: owner on whose loop the function is called.
+    :param function: function that does not wait for anything: this waits until a call that has begun has ended.
+    :raises TimeoutError: the loop did not begin the call within `limit_s`.
+    :raises asyncio.CancelledError: the caller was cancelled. The function may have been called.
+    :raises AffinityError: as for `run_on_owner`, and so are all other exceptions that it lists.
+    """
+    begun = threading.Lock()  # acquired only once, by whichever comes first: the call, or giving it up
+
+    def begin() -> None:
+        if begun.acquire(blocking=False):
+            function()
+
+    def give_up() -> None:
+        if begun.acquire(blocking=False):
+            awaited.settle(None, TimeoutError(f"{owner!r} did not begin a call within {limit_s} s"))
+
+    awaited, call = _send(owner, begin, ())
+    limit = running_loop().call_later(limit_s, give_up)
+    try:
+        await awaited.wait(call.withdraw)
+    finally:
+        limit.cancel()
+
+
+def _send(
+    owner: Affinity, function: Callable[..., Any], args: tuple[object, ...]
+) -> tuple[CrossLoopFuture[Any], CrossLoopCall[Any]]:
+    """Schedule a call on the event loop of an owner, and return the future of its result and the call.
+
+    The future also ends if the owner's loop or thread ends.
+
+    :raises AffinityError: the loop or thread of the owner has ended.
+    :raises RuntimeError: no asyncio event loop is running in this thread.
+    :raises ForkedProcessError: the owner belongs to the process that this one was forked from.
+    """
     if owner.inherited:
         raise ForkedProcessError(repr(owner))
     if owner.loop is None or owner.orphaned:
         raise AffinityError(f"the loop or thread of {owner!r} has ended: nothing can be called there")
-    awaited: CrossLoopFuture[object] = CrossLoopFuture(running_loop())
-    call = CrossLoopCall(functools.partial(function, **kwargs) if kwargs else function, args, awaited, owner)
+    awaited: CrossLoopFuture[Any] = CrossLoopFuture(running_loop())
+    call: CrossLoopCall[Any] = CrossLoopCall(function, args, awaited, owner)
     try:
         call.send_to(owner.loop)
     except RuntimeError as error:
         raise AffinityError(f"the event loop of {owner!r} is closed: nothing can be called there") from error
     awaited.watch(functools.partial(_lost, owner, call))
-    return await awaited.wait(call.withdraw)
+    return awaited, call
 
 
 def _lost(owner: Affinity, call: CrossLoopCall[object]) -> BaseException | None:

@@ -8,12 +8,10 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import anyio
-
 from aioverbs._core.data_path.data_path import CqDispatcher
 from aioverbs._core.handles import handles
 from aioverbs._exports import publish
-from aioverbs._lifecycle.affinity import Affinity, run_on_owner, wait_uncancelled
+from aioverbs._lifecycle.affinity import Affinity, run_on_owner_within, wait_uncancelled
 from aioverbs._lifecycle.resource import Resource, ResourceStatistics
 from aioverbs._verbs.async_events import AsyncEventSource, EventPump
 from aioverbs._verbs.capability_checks import check_completion_queue
@@ -212,20 +210,22 @@ class _ChannelWatcher:
     async def _unwatch(self) -> None:
         """Call `_remove` on the loop that watches the descriptor, or here if that loop or its thread has ended.
 
+        If this raises, that loop still watches the descriptor.
+
         :raises BusyResourceError: that loop does not respond within 10 s.
         """
         if self._home.owns():
             self._remove()
             return
-        with anyio.move_on_after(_UNWATCH_S) as scope:
-            try:
-                await run_on_owner(self._home, self._remove)
-            except AffinityError:  # the owning loop is closed
-                self._remove()
-        if scope.cancelled_caught:
+        try:
+            await run_on_owner_within(_UNWATCH_S, self._home, self._remove)
+        except AffinityError:  # the owning loop is closed
+            self._remove()
+        except TimeoutError:
             raise BusyResourceError(
-                f"{self._dispatcher.handle!r} is watched by {self._loop!r}, which does not respond: run or close it"
-            )
+                f"{self._dispatcher.handle!r} is watched by {self._loop!r}, which does not respond: run or close it, "
+                "or end what blocks it"
+            ) from None
 
     def _remove(self) -> None:
         """Stop watching the descriptor and the device, and make the dispatcher stop waking its loop."""

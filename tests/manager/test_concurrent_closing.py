@@ -11,6 +11,8 @@ import pytest
 
 from aioverbs import BusyResourceError, MemoryRegion, Resource, ResourceState, VerbsError
 from aioverbs._core.handles import handles
+from aioverbs._lifecycle.affinity import run_on_owner
+from aioverbs._verbs.completion_queue import dispatcher_of
 from aioverbs._verbs.device import Device, open_device
 from tests.capabilities import Capability, needs
 from tests.holding import hold, unhold
@@ -410,6 +412,41 @@ async def test_a_completion_queue_of_a_stalled_loop_is_busy(device: Device, monk
         loop.close()
         await cq.aclose()
     await pd.aclose()
+
+
+@pytest.mark.every_way
+@pytest.mark.parametrize("waits_for_closing", [False, True])
+async def test_a_completion_queue_of_a_blocked_loop_is_busy(
+    device: Device, monkeypatch: pytest.MonkeyPatch, waits_for_closing: bool
+) -> None:
+    """The limit holds even if the loop that watches the queue waits for the thread that closes it."""
+    monkeypatch.setattr("aioverbs._verbs.completion_queue._UNWATCH_S", 0.05)
+    blocked, go_on = threading.Event(), threading.Event()
+
+    def block() -> None:
+        blocked.set()
+        go_on.wait(patience(10))
+        blocked.clear()
+
+    async with device.protection_domain() as pd:
+        with OwnerThread() as elsewhere:
+            cq = pd.completion_queue(64)
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(cq.open(), elsewhere.loop))
+            dispatcher = dispatcher_of(cq)
+            elsewhere.loop.call_soon_threadsafe(block)
+            await asyncio.to_thread(blocked.wait)
+            ending = None if waits_for_closing else asyncio.get_running_loop().call_later(patience(2), go_on.set)
+            with pytest.raises(BusyResourceError, match="does not respond"):
+                await cq.aclose()
+            assert blocked.is_set(), "closing waited until the loop was no longer blocked"
+            assert cq.state is ResourceState.OPEN
+            go_on.set()
+            if ending is not None:
+                ending.cancel()
+            await run_on_owner(elsewhere.owner, lambda: None)
+            assert dispatcher.watched, "the call that was given up has run"
+            await cq.aclose()
+            assert not dispatcher.watched
 
 
 @pytest.mark.every_way

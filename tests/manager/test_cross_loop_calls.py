@@ -12,7 +12,7 @@ import pytest
 
 from aioverbs import AffinityError, BrokenResourceError
 from aioverbs._lifecycle import affinity
-from aioverbs._lifecycle.affinity import Affinity, _lost, run_on_owner, wait_uncancelled
+from aioverbs._lifecycle.affinity import Affinity, _lost, run_on_owner, run_on_owner_within, wait_uncancelled
 from aioverbs._lifecycle.cross_loop import CrossLoopCall
 from tests.data_path_endings.pair import until
 from tests.manager.test_domains import OwnerThread
@@ -66,6 +66,22 @@ async def test_a_call_to_a_stalled_loop_can_be_cancelled() -> None:
     await asyncio.to_thread(loop.run_until_complete, asyncio.sleep(0))
     assert called == [], "the call was withdrawn"
     loop.close()
+
+
+async def test_a_cancelled_call_to_a_blocked_loop_is_given_up() -> None:
+    called: list[int] = []
+    go_on = threading.Event()
+    with OwnerThread() as elsewhere:
+        elsewhere.loop.call_soon_threadsafe(go_on.wait, patience(10))
+        task = asyncio.create_task(run_on_owner_within(0.05, elsewhere.owner, lambda: called.append(1)))
+        await asyncio.sleep(0)
+        task.cancel()
+        async with asyncio.timeout(patience(5)):
+            with pytest.raises(TimeoutError, match=r"did not begin a call within 0\.05 s"):
+                await task
+        go_on.set()
+        await run_on_owner(elsewhere.owner, lambda: None)
+    assert called == []
 
 
 async def test_a_call_fails_when_its_owner_is_replaced() -> None:

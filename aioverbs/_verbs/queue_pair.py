@@ -516,18 +516,25 @@ class _Flusher:
         moved to ERR in any case, and its completion queue is polled.
 
         :raises asyncio.CancelledError: this was cancelled; it is raised after the wait.
-        :raises RuntimeError: there is something to wait for, and no asyncio event loop is running.
+        :raises RuntimeError: there is something to wait for, or the queue pair has a shared receive queue, and no
+            asyncio event loop is running.
         """
         handle, work = self._handle, self._work
         assert handle is not None
         assert work is not None
-        await self._wait_for_modification(work)
+        interruption = await self._wait_for_modification(work)
         work.close()
+        if self._poll_recv_cq is not None or work.in_flight:
+            await wait_uncancelled(self._end_requests(handle, work))
+        if interruption is not None:
+            raise interruption
+
+    async def _end_requests(self, handle: handles.QueuePair, work: QpWorkState) -> None:
+        """Do the part of `flush` that follows when the queue pair takes no more requests. A cancellation ends this."""
         if self._poll_recv_cq is not None and await self._to_error():
             await retry_while_busy(self._poll_recv_cq)  # completions of its receives would be lost with the queue pair
-        if not work.in_flight or not await self._to_error() or not work.watched:
-            return
-        await wait_uncancelled(self._wait_flushed(handle, work))
+        if work.in_flight and await self._to_error() and work.watched:
+            await self._wait_flushed(handle, work)
 
     async def _wait_flushed(self, handle: handles.QueuePair, work: QpWorkState) -> None:
         """Wait until no work request is in flight or no event loop dispatches the completions, for at most 10 s.
@@ -573,16 +580,16 @@ class _Flusher:
                 queue.dispatcher.drain()
         return not work.in_flight or not work.watched
 
-    async def _wait_for_modification(self, work: QpWorkState) -> None:
+    async def _wait_for_modification(self, work: QpWorkState) -> asyncio.CancelledError | None:
         """Wait until no other thread is changing the state of the queue pair.
 
-        The queue pair cannot be destroyed before that. The change always ends, so a cancellation is raised only after
-        it has ended.
+        The queue pair cannot be destroyed before that. The change always ends, so a cancellation does not end the wait.
 
+        :returns: the last cancellation during the wait, which the caller must raise; None if there was none.
         :raises RuntimeError: such a change is in progress, and no asyncio event loop is running.
         """
         if work.end_modification():
-            return
+            return None
         loop = running_loop()
         cancelled: asyncio.CancelledError | None = None
         while not work.end_modification(loop, functools.partial(wake, ended := loop.create_future())):
@@ -590,8 +597,7 @@ class _Flusher:
                 await wait_uncancelled(ended)
             except asyncio.CancelledError as error:
                 cancelled = error
-        if cancelled is not None:
-            raise cancelled
+        return cancelled
 
     async def _to_error(self) -> bool:
         """Move the queue pair to ERR and return True.

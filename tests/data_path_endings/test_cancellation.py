@@ -12,15 +12,18 @@ import pytest
 from aioverbs import (
     BrokenResourceError,
     ClosedResourceError,
+    ConcurrentAccessError,
     Device,
     LeasedBuffer,
     MessageModel,
+    QpState,
     QueuePair,
     ResourceState,
     WcStatus,
     WorkCompletionError,
 )
 from aioverbs._core.data_path.data_path import Inbox, Operation
+from aioverbs._core.handles import handles
 from tests.capabilities import Capability, needs
 from tests.data_path_endings.pair import ACCESS, PATIENCE_S, Pair, pair_on, until
 from tests.pace import patience
@@ -392,6 +395,43 @@ async def test_closing_a_queue_pair_continues_after_cancellation(device: Device,
         assert result is None or isinstance(result, WorkCompletionError), "the request was flushed, and not abandoned"
         assert len(pair.source.pins) == 0
         assert not pair.cq.statistics().in_flight
+
+
+class BusyHandle:
+    """Handle of a queue pair whose first changes of state are refused, as if another thread were inside the domain.
+
+    :param handle: handle that has all other members.
+    :param refused: function that is called in each refused change.
+    """
+
+    def __init__(self, handle: handles.QueuePair, refused: Callable[[], object]) -> None:
+        self._handle = handle
+        self._refused = refused
+        self._refusals = 3
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handle, name)
+
+    def modify(self, state: QpState) -> None:
+        if self._refusals:
+            self._refusals -= 1
+            self._refused()
+            raise ConcurrentAccessError("another thread")
+        self._handle.modify(state)
+
+
+@pytest.mark.every_way
+async def test_a_close_that_is_cancelled_while_the_domain_is_busy_flushes_requests(device: Device) -> None:
+    async with pair_on(device) as pair:
+        receive = pair.near.receive(pair.target[:8])
+        closing = asyncio.create_task(pair.near.aclose())
+        drain: Any = pair.near._lifecycle.drain
+        busy = drain.__self__._handle = BusyHandle(pair.near.handle, closing.cancel)
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        assert (pair.near.closed, busy._refusals) == (True, 0)
+        with pytest.raises(WorkCompletionError, match="WR_FLUSH_ERR"):
+            await receive
 
 
 @pytest.mark.every_way

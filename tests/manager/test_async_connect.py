@@ -14,9 +14,11 @@ from aioverbs import (
     Device,
     QpCapabilities,
     QpState,
+    ResourceState,
     ThreadModel,
     TransitionError,
     VerbsError,
+    WorkCompletionError,
 )
 from aioverbs._core.handles import handles
 from aioverbs._verbs import neighbour_lookup
@@ -73,6 +75,31 @@ async def test_a_cancellation_waits_for_the_verb(device: Device, helpers: Helper
                 await establishing
             assert qp.query().qp_state is QpState.RTR
         assert qp.closed
+
+
+async def test_a_close_that_is_cancelled_during_the_verb_flushes_receives(device: Device, helpers: Helpers) -> None:
+    async with (
+        device.resource_domain() as domain,
+        domain.completion_queue(64) as cq,
+        domain.queue_pair(cq) as qp,
+        domain.register(64, ACCESS) as region,
+    ):
+        qp.to_init()
+        receive = qp.receive(region[:])
+        establishing = asyncio.create_task(qp.establish(qp.local_endpoint(), ACCESS))
+        await until(lambda: helpers.waiting)
+        closing = asyncio.create_task(qp.aclose())
+        await until(lambda: qp.state is ResourceState.CLOSING)
+        closing.cancel()
+        await asyncio.sleep(0)
+        helpers.release()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        assert qp.closed
+        with pytest.raises(WorkCompletionError, match="WR_FLUSH_ERR"):
+            await receive
+        await asyncio.wait([establishing])
+        assert isinstance(establishing.exception(), ClosedResourceError)
 
 
 async def test_a_handshake_does_not_wait_for_others_of_the_server(device: Device, helpers: Helpers) -> None:

@@ -2,7 +2,6 @@
 
 import errno
 import functools
-import secrets
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +13,7 @@ from aioverbs._pool.supervisor import Counts, Supervisor, WorkerHandle
 from aioverbs._pool.thread_worker import ThreadWorker
 from aioverbs._pool.worker import WorkerSettings
 from aioverbs._verbs.device import Device
-from aioverbs._verbs.protection_domain import DomainShare, ProtectionDomain, domain_share_of, share_domain
+from aioverbs._verbs.protection_domain import DomainShare, ProtectionDomain, share_domain
 from aioverbs.errors import VerbsError
 
 __all__ = ["ProcessBackend", "SocketCallFactory", "ThreadBackend"]
@@ -98,17 +97,16 @@ class ProcessBackend(ThreadBackend):
         If the device cannot share it between processes, each worker will open a protection domain of its own.
 
         :raises VerbsError: sharing the domain failed with an ``errno`` other than EOPNOTSUPP: with EEXIST if the domain
-            is an instance of a domain that is shared elsewhere. The domain stays open.
+            is an instance of a domain that was shared elsewhere. The domain stays open.
         :raises RuntimeError: no asyncio event loop is running. In this case nothing is done.
         """
         self._owner = Affinity.of_running_loop()
-        share = domain_share_of(self._pd)
-        if share is None:
-            try:
-                share = share_domain(self._pd, secrets.randbits(64))
-            except VerbsError as error:
-                if error.errno != errno.EOPNOTSUPP:
-                    raise
+        share: DomainShare | None = None
+        try:
+            share = share_domain(self._pd)
+        except VerbsError as error:
+            if error.errno != errno.EOPNOTSUPP:
+                raise
         self._domain_share = share
         shared = (share.id, share.key) if share is not None else None
         self._process_settings = ProcessSettings.of(self._device, self._settings, shared)

@@ -24,6 +24,7 @@ from aioverbs._sharing.messages import ID_BITS, KEY_BITS, device_of, share_id
 from aioverbs.errors import VerbsError
 
 __all__ = [
+    "KEY_BITS",
     "ImportedShare",
     "Share",
     "SoftShare",
@@ -43,6 +44,8 @@ _ADVICE = {
     errno.EACCES: "the share key is wrong",
     errno.ENOENT: "nothing is shared under that id: its last instance was closed, or the id is wrong",
 }
+
+_ADVICE_SHARED = "the domain is an instance of one that was shared elsewhere: share it again there"
 
 
 def share_error(error: int, advice: str | None = None) -> VerbsError:
@@ -237,16 +240,6 @@ class _InstanceLock:
 
 
 _shares: weakref.WeakKeyDictionary[handles.Context, "dict[int, Share]"] = weakref.WeakKeyDictionary()
-_sharing = threading.Lock()  # a protection domain is shared at most once
-
-
-def _renew_lock() -> None:
-    """Replace the module's lock `_sharing`. This is called in the child of a fork."""
-    global _sharing
-    _sharing = threading.Lock()  # a thread that held the old lock does not exist in the child
-
-
-os.register_at_fork(after_in_child=_renew_lock)
 
 
 class Share:
@@ -425,32 +418,40 @@ def _check_key(expected: int, key: int) -> None:
 def share(pd: handles.ProtectionDomain, share_key: int) -> tuple[int, Share | SoftShare]:
     """Share a protection domain, so that other contexts can open instances of it.
 
-    :param pd: handle of the protection domain.
+    Only one thread at a time may share the same protection domain.
+
+    :param pd: handle of the protection domain, which must stay open during the call.
     :param share_key: secret that the other contexts have to know, 64 bits.
-    :returns: a tuple of the shared ID and the share, which must be destroyed before the protection domain.
-    :raises VerbsError: with EEXIST if the protection domain is already shared; with EOPNOTSUPP if the provider does not
-        support sharing; or the attributes of the device cannot be read.
+    :returns: a tuple of the shared ID and the share. Its ``destroy`` is called when the protection domain has been
+        destroyed.
+    :raises VerbsError: with EEXIST if the protection domain was shared before, or is an instance of one that was shared
+        elsewhere; with EOPNOTSUPP if the provider does not support sharing; or the attributes of the device cannot be
+        read.
     :raises OSError: with EMFILE if no descriptor is left.
     :raises ClosedResourceError: the protection domain or its context is closed.
     """
     context = pd.context
+    device_id = id_of(context, 0)
     if context.software:
-        number = software.share(pd, share_key)
-        return id_of(context, number), SoftShare(number, share_key, pd)
+        try:
+            number = software.share(pd, share_key)
+        except VerbsError as error:
+            if error.errno != errno.EEXIST:
+                raise
+            raise VerbsError(error.verb, errno.EEXIST, _ADVICE_SHARED) from None
+        return device_id | number, SoftShare(number, share_key, pd)
+    if pd.lease is not None:
+        raise VerbsError("ibv_alloc_shpd", errno.EEXIST, _ADVICE_SHARED)
     _check_import(context)
     number = secrets.randbelow((1 << 32) - 1) + 1
-    shared_id = id_of(context, number)
-    with _sharing:
-        if pd.lease is not None:
-            raise VerbsError("ibv_alloc_shpd", errno.EEXIST)
-        shared = Share(number, share_key, pd.handle, _make_lock_file())
-        try:
-            pd.lease = shared.join()
-        except BaseException:
-            shared.destroy()
-            raise
+    shared = Share(number, share_key, pd.handle, _make_lock_file())
+    try:
+        pd.lease = shared.join()
+    except BaseException:
+        shared.destroy()
+        raise
     shared.register(context)
-    return shared_id, shared
+    return device_id | number, shared
 
 
 def open_instance(context: handles.Context, shared_id: int, share_key: int) -> handles.ProtectionDomain:

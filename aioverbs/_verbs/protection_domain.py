@@ -1,7 +1,9 @@
 """Protection domains, parent domains over them, and protection domains shared with other contexts."""
 
 import errno
+import secrets
 import socket
+import threading
 from typing import TYPE_CHECKING
 
 from aioverbs._core.handles import handles, parent_domain as core
@@ -9,7 +11,7 @@ from aioverbs._core.software import software
 from aioverbs._exports import publish
 from aioverbs._lifecycle.affinity import Affinity
 from aioverbs._lifecycle.lifecycle import ResourceState
-from aioverbs._lifecycle.resource import Resource, lifecycle_of
+from aioverbs._lifecycle.resource import Resource
 from aioverbs._memory.region import ImportedMemoryRegion
 from aioverbs._memory.registration_cache import RegistrationCache
 from aioverbs._providers import hardware
@@ -36,7 +38,6 @@ __all__ = [
     "ProtectionDomain",
     "SharedProtectionDomain",
     "base_protection_domain",
-    "domain_share_of",
     "share_domain",
     "with_base",
 ]
@@ -111,7 +112,7 @@ class InterchangeableDomain(Domain):
         :raises ValueError: `share_key` does not fit in 64 bits.
         :raises ClosedResourceError: on opening: the domain is not open.
         :raises VerbsError: on opening: with EOPNOTSUPP if the provider does not implement sharing, with EEXIST if the
-            domain is already shared.
+            domain is already shared with another key, or is an instance of a domain that was shared elsewhere.
         :raises OSError: on opening on an RDMA device: with EMFILE if no file descriptor is left.
         """
         return SharedProtectionDomain(self.base, share_key)
@@ -200,7 +201,7 @@ class ProtectionDomain(InterchangeableDomain):
         self._user_pd = lent  # pyverbs PD owned by the user
         self._cache = RegistrationCache(self)
         self._allocators = _Allocators()
-        self._domain_share: DomainShare | None = None  # set by `share_domain`
+        self._sharing = _Sharing()
 
     def _open(self) -> None:
         if self._user_pd is not None:
@@ -209,6 +210,7 @@ class ProtectionDomain(InterchangeableDomain):
             self._handle = shared_pd.open_instance(self._context, *self._shared)
         else:
             self._handle = handles.ProtectionDomain(self._context)
+        self._lifecycle.hold(self._sharing)  # destroyed after the handle: an open domain stays shared if that fails
         self._lifecycle.hold(self._handle)
         self._lifecycle.hold(self._allocators)
 
@@ -256,14 +258,14 @@ def _shared_memory(handle: handles.ProtectionDomain) -> NativeAllocator:
 
 
 class DomainShare:
-    """Access of other contexts and processes to a protection domain; made by `share_domain`.
+    """Access of other contexts and processes to a protection domain; returned by `share_domain`.
 
     It has no reference to the `ProtectionDomain`, which refers to it.
 
     :param pd: handle of the protection domain.
     :param shared_id: ID of the shared domain, 96 bits.
     :param share_key: secret that other contexts need to open the domain, 64 bits.
-    :param share: the share, which is destroyed before the protection domain.
+    :param share: the share.
     """
 
     def __init__(
@@ -282,27 +284,65 @@ class DomainShare:
         """Answer a request for access from the process at the other end of a socket: `SharedProtectionDomain.send`."""
         await exchange.answer(socket, self._pd.context, self._share)
 
+    def destroy(self) -> None:
+        """Prevent further instances from being opened. Instances that are open stay open."""
+        self._share.destroy()
 
-def share_domain(pd: ProtectionDomain, share_key: int) -> DomainShare:
-    """Share a protection domain until it is closed, and return its `DomainShare`.
+
+class _Sharing:
+    """The one share of a protection domain, made by its first use and destroyed after the domain.
+
+    No verb ends the sharing of a domain that can still be used, so sharing it again returns the same share.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # held while the domain is being shared; several loops may use the domain
+        self._share: DomainShare | None = None
+
+    def share(self, pd: handles.ProtectionDomain, share_key: int | None) -> DomainShare:
+        """Share the protection domain, or return the share that exists: see `share_domain`.
+
+        :param pd: handle of the protection domain.
+        """
+        with self._lock:
+            if self._share is None:
+                key = secrets.randbits(shared_pd.KEY_BITS) if share_key is None else share_key
+                shared_id, share = shared_pd.share(pd, key)
+                self._share = DomainShare(pd, shared_id, key, share)
+            elif share_key is not None and share_key != self._share.key:
+                raise VerbsError(
+                    "ibv_alloc_shpd",
+                    errno.EEXIST,
+                    "the domain is shared with another key until it is closed: use that key, or another domain; if a "
+                    "pool of worker processes has shared it, open share() before the pool",
+                )
+            return self._share
+
+    def destroy(self) -> None:
+        """Destroy the share, if there is one. The protection domain has been destroyed; it can be opened again only if
+        its opening, or that of the resource that it is a part of, failed.
+        """
+        with self._lock:
+            share, self._share = self._share, None
+        if share is not None:
+            share.destroy()
+
+
+def share_domain(pd: ProtectionDomain, share_key: int | None = None) -> DomainShare:
+    """Share a protection domain until it is closed, and return its `DomainShare`; if it is shared, return the same one.
+
+    Any number of event loops may do so at once. Call this only while a resource that is made from the domain is being
+    opened: closing the domain waits for that.
 
     :param pd: protection domain, which must be open.
-    :param share_key: secret that other contexts need to open the domain, 64 bits.
+    :param share_key: secret that other contexts need to open the domain, 64 bits; None for the key of the share that
+        exists, or a random one.
     :raises ClosedResourceError: the protection domain is not open.
     :raises VerbsError: with EOPNOTSUPP if the provider does not implement sharing, with EEXIST if the domain is already
-        shared.
+        shared with another key, or is an instance of a domain that was shared elsewhere.
     :raises OSError: on an RDMA device: with EMFILE if no file descriptor is left.
     """
-    handle = pd.handle
-    shared_id, share = shared_pd.share(handle, share_key)
-    lifecycle_of(pd).hold(share)
-    pd._domain_share = DomainShare(handle, shared_id, share_key, share)
-    return pd._domain_share
-
-
-def domain_share_of(pd: ProtectionDomain) -> DomainShare | None:
-    """Return the `DomainShare` of a protection domain; None if the domain was not shared through this object."""
-    return pd._domain_share
+    return pd._sharing.share(pd.handle, share_key)
 
 
 class SharedProtectionDomain(Resource):
@@ -310,8 +350,10 @@ class SharedProtectionDomain(Resource):
 
     Made by `ProtectionDomain.share`.
 
-    The domain remains shared while this object is open; on the software device, it remains shared while any instance is
-    open, because no verb ends the sharing. The domain is destroyed together with its last instance in any process.
+    No verb ends the sharing, so closing this object ends only `send`: instances can still be opened with the id and
+    the key, until the last instance in any process is closed. The domain is destroyed together with that. If the domain
+    is shared again with the same key, it has the same id; another key is refused. A pool of worker processes shares its
+    domain as well, with a random key if the domain is not shared before.
 
     Other processes receive the domain through `send`. On an RDMA device they import the context (``ibv_import_device``)
     and the domain (``ibv_import_pd``). On the software device they map the file that holds the domain; in this process,
@@ -329,7 +371,7 @@ class SharedProtectionDomain(Resource):
     :raises ValueError: `share_key` does not fit in 64 bits.
     :raises ClosedResourceError: on opening: the protection domain is not open.
     :raises VerbsError: on opening: with EOPNOTSUPP if the provider does not implement sharing, with EEXIST if the
-        domain is already shared.
+        domain is already shared with another key, or is an instance of a domain that was shared elsewhere.
     :raises OSError: on opening on an RDMA device: with EMFILE if no file descriptor is left.
     """
 

@@ -8,6 +8,8 @@ import mmap
 import os
 import socket
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,9 +32,11 @@ from aioverbs import (
     import_device,
 )
 from aioverbs._memory.region import map_pages
-from aioverbs._verbs.device import Device
+from aioverbs._sharing import shared_pd
+from aioverbs._verbs.device import Device, open_device
 from tests.capabilities import Capability, needs
 from tests.core.allocators import Recording
+from tests.pace import patience
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -307,8 +311,6 @@ def test_invalid_wire_formats() -> None:
 
 @needs(Capability.SHARED_DOMAINS)
 async def test_shared_protection_domains(device: Device) -> None:
-    from aioverbs._verbs.device import open_device
-
     async with open_device("soft0") as other, device.protection_domain() as pd, pd.share(0x1234) as shared:
         async with other.shared_protection_domain(shared.id, 0x1234) as instance:
             region = await instance.register(64).open()
@@ -320,12 +322,57 @@ async def test_shared_protection_domains(device: Device) -> None:
             await other.shared_protection_domain(shared.id, 0x4321).open()
         with pytest.raises(VerbsError, match="ENOENT"):
             await other.shared_protection_domain(shared.id + 77, 0x1234).open()
-        with pytest.raises(VerbsError, match="EEXIST"):
-            await pd.share(1).open()
         with pytest.raises(ValueError, match="share_key must fit in 64 bits"):
             pd.share(1 << 64)
         with pytest.raises(ValueError, match="share_key must fit in 64 bits"):
             other.shared_protection_domain(1, 1 << 64)
+
+
+@needs(Capability.SHARED_DOMAINS)
+async def test_a_domain_has_one_id_and_one_key(device: Device) -> None:
+    async with open_device("soft0") as other, device.protection_domain() as pd:
+        async with pd.share(1) as first, pd.share(1) as second:
+            assert first.id == second.id
+        with pytest.raises(VerbsError, match=r"EEXIST .*shared with another key until it is closed: use that key"):
+            await pd.share(2).open()
+        async with pd.share(1) as again, other.shared_protection_domain(first.id, 1) as instance:
+            assert again.id == first.id
+            with pytest.raises(VerbsError, match=r"EEXIST .*shared elsewhere: share it again there"):
+                await instance.share(1).open()
+
+
+@needs(Capability.SHARED_DOMAINS, Capability.FAULT_PLAN)
+async def test_a_domain_stays_shared_when_it_cannot_be_closed(device: Device) -> None:
+    pd = await device.protection_domain().open()
+    async with pd.share(1) as before:
+        pass
+    device.faults.fail("dealloc_pd", errno.EIO)
+    with pytest.raises(VerbsError, match="EIO"):
+        await pd.aclose()
+    async with open_device("soft0") as other, pd.share(1) as after, other.shared_protection_domain(after.id, 1):
+        assert after.id == before.id
+    await pd.aclose()
+
+
+@needs(Capability.SHARED_DOMAINS)
+async def test_several_loops_share_a_domain_at_once(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = threading.Barrier(2)
+    share = shared_pd.share
+
+    def share_slowly(*arguments: Any) -> Any:
+        time.sleep(0.05)  # the other loop begins meanwhile
+        return share(*arguments)
+
+    async def share_id() -> int:
+        begun.wait(patience(10))
+        async with pd.share(1) as shared:
+            return shared.id
+
+    monkeypatch.setattr(shared_pd, "share", share_slowly)
+    async with device.protection_domain() as pd:
+        threads = [asyncio.to_thread(lambda: asyncio.run(share_id())) for _ in range(2)]
+        first, second = await asyncio.gather(*threads)
+        assert first == second
 
 
 async def test_keys_are_integers(device: Device) -> None:

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,13 @@ from aioverbs import (
     ClosedResourceError,
     Device,
     ResourceState,
+    VerbsError,
     WorkerDiedError,
     WorkerPool,
     open_device,
 )
+from aioverbs._pool.backends import ProcessBackend
+from aioverbs._sharing import shared_pd
 from tests.pace import patience
 from tests.pool import work
 from tests.pool.processes import alive, processes
@@ -104,6 +108,49 @@ async def test_pools_share_a_domain_that_is_shared_already(device: Device, by: s
         region = await stack.enter_async_context(pd.register(64, work.ACCESS, pd.shared_memory))
         await pool.run(work.write_to_remote, region.remote(), b"hello")
         assert bytes(region.buffer[:5]) == b"hello"
+        assert pool.statistics().workers[0].shares_pd
+        if by == "the user":
+            await stack.enter_async_context(pd.share(5))
+        else:
+            with pytest.raises(VerbsError, match=r"EEXIST .*open share\(\) before the pool"):
+                await pd.share(5).open()
+
+
+async def test_two_loops_open_pools_on_one_domain_at_once(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    opening = threading.Barrier(2)
+    open_backend, share = ProcessBackend.open, shared_pd.share
+
+    def open_together(backend: ProcessBackend) -> None:
+        opening.wait(patience(10))
+        open_backend(backend)
+
+    def share_slowly(*arguments: Any) -> Any:
+        time.sleep(0.05)  # the other pool begins meanwhile
+        return share(*arguments)
+
+    async def use_pool() -> bool:
+        async with WorkerPool(device, 1, pd=pd, processes=True) as pool:
+            return pool.statistics().workers[0].shares_pd
+
+    monkeypatch.setattr(ProcessBackend, "open", open_together)
+    monkeypatch.setattr(shared_pd, "share", share_slowly)
+    async with device.protection_domain() as pd:
+        threads = [asyncio.to_thread(lambda: asyncio.run(use_pool())) for _ in range(2)]
+        assert await asyncio.gather(*threads) == [True, True]
+
+
+async def test_a_pool_whose_opening_failed_shares_its_new_domain(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EMFILE, "no free descriptors")
+
+    pool = WorkerPool(device, 1, processes=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(pool._supervisor, "spawn", fail)
+        with pytest.raises(OSError, match="no free descriptors"):
+            await pool.open()
+    async with pool:
         assert pool.statistics().workers[0].shares_pd
 
 

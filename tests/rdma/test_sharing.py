@@ -223,8 +223,10 @@ async def test_wrong_key_id_or_device(name: str, shim: Imports, ends: tuple[sock
             with pytest.raises(VerbsError) as caught:
                 await device.shared_protection_domain(shared_id, key).open()
             assert caught.value.errno == error
-        with pytest.raises(VerbsError, match="EEXIST"):
-            await pd.share(KEY).open()
+        with pytest.raises(VerbsError, match=r"EEXIST .*shared with another key"):
+            await pd.share(KEY ^ 1).open()
+        async with pd.share(KEY) as again:
+            assert again.id == shared.id
         async with open_device(name) as stranger:
             with pytest.raises(VerbsError, match=r"ENOENT .*make one that did with import_device"):
                 await stranger.shared_protection_domain(shared.id, KEY).open()
@@ -268,6 +270,8 @@ async def test_sharing_within_one_process(name: str, shim: Imports, ends: tuple[
                 await imported.open()
             assert imported.name == name
             assert instance.handle.handle == pd.handle.handle
+            with pytest.raises(VerbsError, match=r"EEXIST .*share it again there"):
+                await instance.share(KEY).open()
             for each in (imported, device):
                 async with each.shared_protection_domain(shared.id, KEY):
                     assert kernel_domains(name) == domains + 1

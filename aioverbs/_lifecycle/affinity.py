@@ -97,9 +97,9 @@ async def wait_uncancelled(awaited: Coroutine[Any, Any, T] | asyncio.Future[T]) 
     """Wait until a coroutine or future is done, even if the waiting task is cancelled, once or repeatedly.
 
     If the waiting task was cancelled, the last cancellation is raised after the wait, and a result of the awaited
-    object is dropped. If the awaited object failed or was cancelled as well, its exception is the cause of that
-    cancellation; a cancellation without a cause means that the awaited object is complete. In a forked child, a
-    cancellation ends the wait and is raised at once.
+    object is dropped; a cancelled scope of anyio cancels only the next await after that. If the awaited object failed
+    or was cancelled as well, its exception is the cause of that cancellation; a cancellation without a cause means that
+    the awaited object is complete. In a forked child, a cancellation ends the wait and is raised at once.
 
     :param awaited: coroutine, which a new task on the running loop executes, or future of that loop.
     :returns: the result of the awaited object.

@@ -327,6 +327,7 @@ class _WorkerProcess:
         """
         settings = self._settings
         if settings.shared is None:
+            os.close(self._share)
             async with (
                 open_device(
                     settings.device,

@@ -485,8 +485,8 @@ class Supervisor:
         `WorkerDiedError`; calls that still waited for it move to its replacement, or end in the same way if there is
         none.
 
-        In a forked child, nothing is done: what has ended is not the worker, but the child's copy of the task or thread
-        that waits for the worker.
+        If the end was reported before, nothing is done. The same applies in a forked child: what has ended there is not
+        the worker, but the child's copy of the task or thread that waits for it.
 
         :param handle: handle of the worker.
         :param reason: text that says how the worker ended, for messages.
@@ -497,9 +497,11 @@ class Supervisor:
             return
         successor: WorkerHandle | None = None
         with self.lock:
+            if handle.has_ended:  # the owner's loop and a caller on another one have both found that it ended
+                return
             is_death = self.state is not SupervisorState.STOPPED
             handle.has_ended = True
-            self._ended_handles = [*self._unjoined(0), handle]
+            self._ended_handles = [*(each for each in self._ended_handles if not each.join(0)), handle]
             if is_death:
                 handle.counts.deaths += 1
                 if self._replaces_dead and is_replaceable and (handle.is_ready or handle.replacements_left):
@@ -627,21 +629,17 @@ class Supervisor:
         """
         return [f"{handle!r} with {len(handle.calls)} calls" for handle in self._live_handles() if not handle.kill()]
 
-    def _unjoined(self, timeout_s: float) -> list[WorkerHandle]:
-        """Wait until the threads and processes of ended workers are gone. The caller must hold the lock.
-
-        :param timeout_s: maximum time to wait for each worker, in seconds.
-        :returns: list of the handles of the workers whose threads or processes still exist.
-        """
-        return [handle for handle in self._ended_handles if not handle.join(timeout_s)]
-
     def join(self) -> None:
         """Block until the threads and processes of all ended workers are gone, for at most 1 s per worker.
 
         A further call waits again for those that still exist.
         """
         with self.lock:
-            self._ended_handles = self._unjoined(_JOIN_S)
+            ended, self._ended_handles = self._ended_handles, []
+        # Without the lock, which a worker that ends may still need.
+        remaining = [handle for handle in ended if not handle.join(_JOIN_S)]
+        with self.lock:
+            self._ended_handles += remaining
 
     def _live_handles(self) -> Iterable[WorkerHandle]:
         """Return a list of the handles of the workers that have not ended."""

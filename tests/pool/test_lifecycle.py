@@ -27,7 +27,7 @@ from aioverbs import (
 )
 from aioverbs._pool.pool import CallFuture, WorkerPool, current_worker
 from aioverbs._pool.supervisor import SupervisorState
-from aioverbs._pool.thread_worker import _ThreadCall
+from aioverbs._pool.thread_worker import ThreadWorker, _ThreadCall
 from aioverbs._pool.worker import Worker
 from tests.capabilities import Capability, needs
 from tests.pace import patience
@@ -62,6 +62,41 @@ async def test_the_end_of_the_block_waits_for_started_calls(device: Device, loop
     with pytest.raises(ClosedResourceError):
         await pool.drain()
     await pool.aclose()
+
+
+async def test_joining_threads_does_not_keep_the_lock(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that has reported its end may still need the lock of the pool to report the end of a call."""
+    pool = await WorkerPool(device, 1).open()
+    lock = pool._supervisor.lock
+    join = ThreadWorker.join
+    could_lock: list[bool] = []
+
+    def take_and_give() -> None:
+        could_lock.append(lock.acquire(timeout=patience(0.5)))
+        if could_lock[-1]:
+            lock.release()
+
+    def join_after_taking_the_lock(worker: ThreadWorker, timeout_s: float) -> bool:
+        thread = threading.Thread(target=take_and_give)
+        thread.start()
+        thread.join()
+        return join(worker, timeout_s)
+
+    monkeypatch.setattr(ThreadWorker, "join", join_after_taking_the_lock)
+    await pool.aclose()
+    assert could_lock
+    assert all(could_lock)
+
+
+async def test_the_end_of_a_worker_counts_once(device: Device) -> None:
+    """For a process, it may be found by the loop that opened the pool and by a caller on another one."""
+    async with WorkerPool(device, 1) as pool:
+        (worker,) = pool._supervisor._handles
+        with pytest.raises(WorkerDiedError):
+            await pool.run(sys.exit)
+        await until(lambda: pool.statistics().deaths == 1)
+        pool._supervisor.on_worker_end(worker, "it was found again", None)
+        assert pool.statistics().deaths == 1
 
 
 @pytest.mark.every_way

@@ -139,6 +139,20 @@ async def test_two_loops_open_pools_on_one_domain_at_once(device: Device, monkey
         assert await asyncio.gather(*threads) == [True, True]
 
 
+async def test_workers_keep_no_socket_for_sharing(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise VerbsError("ibv_import_device", errno.EOPNOTSUPP)
+
+    counts = []
+    for shares_pd in (True, False):
+        if not shares_pd:
+            monkeypatch.setattr("aioverbs._pool.backends.share_domain", fail)
+        async with WorkerPool(device, 1, processes=True) as pool:
+            assert pool.statistics().workers[0].shares_pd == shares_pd
+            counts.append(await pool.run(work.count_sockets))
+    assert counts[0] == counts[1]
+
+
 async def test_a_pool_whose_opening_failed_shares_its_new_domain(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

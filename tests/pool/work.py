@@ -239,6 +239,12 @@ def fork_and_die(folder: str) -> None:
     os._exit(0)
 
 
+def count_sockets() -> int:
+    """Return the number of sockets of this process."""
+    links = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return sum(link.startswith("socket:") for link in links)
+
+
 def watches_its_pool() -> bool:
     """Return whether a pidfd is in an epoll set of this process."""
     links = {path.name: str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}

@@ -10,7 +10,10 @@ from aioverbs.errors import VerbsError
 from aioverbs.gid_selection import Gid
 from aioverbs.types import GidType
 
-__all__ = ["check_list", "check_node", "device_nodes", "device_numbers", "gid_table", "kernel_devices", "try_open"]
+__all__ = [
+    "check_list", "check_node", "device_nodes", "device_numbers", "gid_table", "kernel_devices", "port_gids",
+    "try_open",
+]  # fmt: skip
 
 _FOLDER = Path("/sys/class/infiniband")
 _VERBS_FOLDER = Path("/sys/class/infiniband_verbs")
@@ -116,29 +119,38 @@ def gid_table(name: str, port: int) -> list[Gid]:
     folder = _FOLDER / name / "ports" / str(port)
     try:
         default = GidType.ROCE_V1 if (folder / "link_layer").read_text().strip() == "Ethernet" else GidType.IB
-        indexes = sorted(int(each) for each in os.listdir(folder / "gids") if each.isdecimal())
+        gids = port_gids(folder)
     except OSError as error:
         raise VerbsError("ibv_query_gid_table", error.errno or errno.EIO) from error
+    return [Gid(index, gid, GidType.ROCE_V2 if kind == "RoCE v2" else default) for index, gid, kind in gids]
+
+
+def port_gids(folder: Path) -> list[tuple[int, bytes, str]]:
+    """Return the GIDs of a port, without the entries of its table that are empty or cannot be read.
+
+    :param folder: folder of the port in sysfs.
+    :returns: a list of tuples, sorted by the first element: the index of a GID, its 16 bytes, and its type in the
+        kernel's notation, such as ``"RoCE v2"``. The type is empty for ports of older kernels, and for InfiniBand ports
+        of kernels that fail with EINVAL.
+    :raises OSError: the table cannot be listed, for example because there is no such port.
+    """
     found = []
-    for index in indexes:
+    for index in sorted(int(each) for each in os.listdir(folder / "gids") if each.isdecimal()):
         with contextlib.suppress(OSError, ValueError):  # some drivers have no GID in an empty entry
             gid = ipaddress.IPv6Address((folder / "gids" / str(index)).read_text().strip()).packed
             if any(gid):
-                found.append(Gid(index, gid, _gid_type(folder / "gid_attrs/types" / str(index)) or default))
+                found.append((index, gid, _gid_type(folder / "gid_attrs/types" / str(index))))
     return found
 
 
-def _gid_type(path: Path) -> GidType | None:
-    """Return the type of a GID, from the kernel's file about it; None for the type that ports have without such files.
-
-    These are ports of older kernels, and InfiniBand ports of kernels that fail with EINVAL.
-    """
+def _gid_type(path: Path) -> str:
+    """Return the type of a GID, from the kernel's file about it; an empty string if the kernel does not tell it."""
     try:
-        return GidType.ROCE_V2 if path.read_text().strip() == "RoCE v2" else None
+        return path.read_text().strip()
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOENT):
             raise
-        return None
+        return ""
 
 
 def try_open(path: Path) -> int:

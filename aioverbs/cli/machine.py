@@ -15,12 +15,11 @@ from aioverbs._durations import duration
 from aioverbs._providers.software_hosts import resolve_host
 from aioverbs._providers.software_names import SoftHost
 from aioverbs._providers.software_settings import SoftSettings
-from aioverbs._providers.sysfs import device_nodes, try_open
+from aioverbs._providers.sysfs import device_nodes, port_gids, try_open
 from aioverbs.errors import VerbsError
 
 __all__ = ["Device", "Gid", "Library", "Machine", "Port", "Probe", "Trial", "Ways", "inspect_machine"]
 
-_NO_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
 _PROBE_S = 60.0
 _CAP_IPC_LOCK = 14
 _PARENT = "parent"  # attribute of soft-RoCE devices only: their network interface
@@ -409,15 +408,10 @@ def _port(root: Path, device: Path, number: int) -> Port:
     :param number: number of the port.
     """
     port = device / "ports" / str(number)
-    indices = sorted(map(int, _names(port / "gids")))
-    found = ((index, _text(port / "gids" / str(index))) for index in indices)
-    attributes = port / "gid_attrs"
-    gids = tuple(
-        Gid(index, address, _text(attributes / "types" / str(index)))
-        for index, address in found
-        if address not in ("", _NO_GID)
-    )
-    netdevs = filter(None, (_text(attributes / "ndevs" / str(index)) for index in indices))
+    found = port_gids(port) if (port / "gids").is_dir() else []
+    gids = tuple(Gid(index, gid.hex(":", 2), kind) for index, gid, kind in found)
+    folder = port / "gid_attrs/ndevs"
+    netdevs = filter(None, (_text(folder / index) for index in sorted(_names(folder), key=int)))
     netdev = next(netdevs, None) or _text(device / _PARENT) or None
     return Port(
         number,

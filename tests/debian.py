@@ -7,9 +7,12 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["APT_LIMIT_S", "Archive", "PackageError", "apt_get", "install_missing"]
+__all__ = ["APT_LIMIT_S", "LATER_RELEASES", "Archive", "PackageError", "apt_get", "install_missing"]
 
 APT_LIMIT_S = 600
+# Code names of releases after Debian 12, with newer versions of rdma-core and Python. Those of unstable are the same as
+# those of the last one.
+LATER_RELEASES = ("trixie", "forky")
 KEYS = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 
 

@@ -9,11 +9,12 @@ import re
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from tests.debian import Archive, PackageError
 
-__all__ = ["unpack_python"]
+__all__ = ["unpack_python", "write_launcher"]
 
 # Its emulator is linked statically, so it runs on other releases, too. With that of bookworm, 7.2, the child of a fork
 # of a process with threads ends as soon as it starts a thread.
@@ -24,9 +25,12 @@ EMULATOR = "qemu-aarch64"
 # called from.
 EMULATE = '#!/bin/sh\nexec {root}/usr/run/qemu-aarch64 -L {root} "$@"\n'
 EMULATE_PYTHON = '#!/bin/sh\nexec {root}/usr/run/qemu-aarch64 -L {root} -0 "$0" {root}/usr/bin/{python} "$@"\n'
-LOAD_PYTHON = """#!/bin/sh
+# The script may have many names: it runs the program of its name, or else Python, with the release's loader.
+LOAD = """#!/bin/sh
+program=${{0##*/}}
+[ -x {root}/usr/bin/"$program" ] || program={python}
 libraries={root}/usr/lib/x86_64-linux-gnu
-exec $libraries/ld-linux-x86-64.so.2 --library-path $libraries --argv0 "$0" {root}/usr/bin/{python} "$@"
+exec $libraries/ld-linux-x86-64.so.2 --library-path $libraries --argv0 "$0" {root}/usr/bin/"$program" "$@"
 """
 
 
@@ -52,17 +56,37 @@ def unpack_python(root: Path, release: str | None = None, architecture: str = "a
             python = _unpack(Path(scratch, "python"), made, release, architecture)
             programs = made / "usr/run"
             programs.mkdir()
-            scripts = {python: LOAD_PYTHON}
             if architecture == "arm64":
                 _unpack_emulator(Path(scratch, "emulator"), programs)
-                scripts = {"run": EMULATE, python: EMULATE_PYTHON}
-            for each, text in scripts.items():
-                (programs / each).write_text(text.format(root=root, python=python))
-                (programs / each).chmod(0o755)
-            for each in ("python", "python3"):
-                (programs / each).symlink_to(python)
+                _write_script(programs / "run", EMULATE, root, python)
+                _write_script(programs / python, EMULATE_PYTHON, root, python)
+                _link(programs, python)
+            else:
+                write_launcher(programs, root, python)
             made.rename(root)
     return root / "usr/run"
+
+
+def write_launcher(programs: Path, root: Path, python: str, others: Iterable[str] = ()) -> None:
+    """Write a script that runs programs of an unpacked release for x86_64 with its C library and loader.
+
+    :param programs: folder for the script, which is named `python`, and for links to it.
+    :param root: folder that the release will be in.
+    :param python: name of its Python, such as ``"python3.13"``, with which a program that it lacks is replaced.
+    :param others: names of further programs to link.
+    """
+    _write_script(programs / python, LOAD, root, python)
+    _link(programs, python, *others)
+
+
+def _write_script(script: Path, text: str, root: Path, python: str) -> None:
+    script.write_text(text.format(root=root, python=python))
+    script.chmod(0o755)
+
+
+def _link(programs: Path, python: str, *others: str) -> None:
+    for each in ("python", "python3", *others):
+        (programs / each).symlink_to(python)
 
 
 def _unpack(scratch: Path, root: Path, release: str | None, architecture: str) -> str:

@@ -19,19 +19,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.debian import Archive, PackageError
+from tests.debian_python import write_launcher
 from tests.rdma.vm_errors import Failure
 
 LIBRARIES = "usr/lib/x86_64-linux-gnu"
 PACKAGES = ("python3-pyverbs", "ibverbs-providers", "ibverbs-utils", "rdmacm-utils")
-
-# The script has many names; it runs the program of its name with the release's loader, and passes that name on, so that
-# Python finds itself and the environment that it is called from.
-RUN = """#!/bin/sh
-program=${{0##*/}}
-[ -x {root}/usr/bin/"$program" ] || program={python}
-libraries={root}/{libraries}
-exec $libraries/ld-linux-x86-64.so.2 --library-path $libraries --argv0 "$0" {root}/usr/bin/"$program" "$@"
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +90,8 @@ def _python_of(text: str) -> str:
 def _write_programs(release: Release, final: Path) -> None:
     """Write the wrappers of the programs; `final` is their later path."""
     release.programs.mkdir()
-    run = release.programs / release.python
-    run.write_text(RUN.format(root=final, libraries=LIBRARIES, python=release.python))
-    run.chmod(0o755)
     names = [path.name for path in (release.root / "usr/bin").iterdir() if path.name.startswith(("ibv_", "rping"))]
-    for name in ("python", "python3", *names):
-        (release.programs / name).symlink_to(release.python)
+    write_launcher(release.programs, final, release.python, names)
 
 
 def _copy_providers(folder: Path) -> None:

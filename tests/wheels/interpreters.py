@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.debian import LATER_RELEASES
 from tests.debian_python import unpack_python
 
 __all__ = ["Interpreter", "find"]
@@ -18,7 +19,7 @@ __all__ = ["Interpreter", "find"]
 ROOT = Path(__file__).resolve().parents[2]
 CLASSIFIERS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["classifiers"]
 VERSIONS = [each[1] for each in (re.fullmatch(r".*:: Python :: (3\.\d+)", text) for text in CLASSIFIERS) if each]
-RELEASES = (None, "trixie", "forky")  # this system's release, and later ones with newer Pythons
+RELEASES = (None, *LATER_RELEASES)  # None: this system's
 DEBIAN_NAMES = {"x86_64": "amd64", "aarch64": "arm64"}  # of the architectures
 _DESCRIBE = "import platform, sysconfig; print(platform.machine(), sysconfig.get_path('include'))"
 

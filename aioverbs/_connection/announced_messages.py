@@ -67,7 +67,6 @@ class AnnouncedMessages:
         self._unanswered: dict[int, AnnouncedMessage] = {}  # by number
         self._answered: deque[int] = deque()  # numbers that the peer may still withdraw before it gets the answer
         self._reading: AnnouncedMessage | None = None
-        self._discards = False
 
     def start(self, limit: int) -> None:
         """Accept announced messages from now on.
@@ -102,7 +101,7 @@ class AnnouncedMessages:
             )
         self.expect_no_withdrawal(number)
         self._unanswered[number] = message
-        if self._discards:
+        if self._state.discards:
             self.withdraw(number)
             return None
         return message
@@ -128,7 +127,7 @@ class AnnouncedMessages:
 
     def discard(self) -> None:
         """Drop all messages and all further ones, because this end receives no more."""
-        self._discards = True
+        self._state.discards = True
         for number in tuple(self._unanswered):
             self.withdraw(number)
 

@@ -41,6 +41,7 @@ class ChannelState:
         self.closed = False
         self.eof_received = False  # the peer sends no more user messages
         self.eof_sent = False
+        self.discards = False  # this end is closing: it receives no more user messages
         self.loop = running_loop()
         work = qp_work_state_of(qp)
         assert work is not None

@@ -67,7 +67,7 @@ class Liveness:
         """Fail the connection because the peer or the device is gone, after receiving the peer's last messages.
 
         This does not wait. The connection fails 20 ms later; or immediately, if the peer has said that it sends no
-        more. If the channel is closed, nothing is done.
+        more, or this end is closing and waits only for the peer. If the channel is closed, nothing is done.
 
         :param error: exception that is the cause.
         """
@@ -76,7 +76,7 @@ class Liveness:
             return
         if not self._channel.poll():
             self._loop.call_soon(self._on_lost, error)
-        elif self._channel.eof_received:
+        elif self._channel.eof_received or self._channel.discards:
             self._fail_lost(error)
         else:
             self._loop.call_later(_LINGER_S, self._fail_lost, error)

@@ -23,6 +23,7 @@ from aioverbs import (
     listen,
     open_device,
 )
+from aioverbs._connection import liveness
 from aioverbs._connection.connection import end_of
 from tests.capabilities import Capability, needs
 from tests.connections.ends import HOST, SMALL, Cancel, deeper, every_way_to_cancel, pair, use_up
@@ -129,6 +130,22 @@ async def test_both_ends_close_at_once(device: Device) -> None:
                 await asyncio.gather(ends.near.aclose(), ends.far.aclose())
             assert ends.near.closed
             assert ends.far.closed
+
+
+async def test_closing_ends_as_soon_as_the_peer_is_gone(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that aborts when it sees the end may do so before its device acknowledges that end."""
+    monkeypatch.setattr(liveness, "_LINGER_S", 1000)
+    async with pair(device, deeper(SMALL, close_timeout_s=1000)) as ends:
+        channel = end_of(ends.near).channel
+        wait_delivered = channel.wait_delivered
+
+        async def abort_and_wait() -> None:
+            ends.far.abort()
+            await wait_delivered()
+
+        monkeypatch.setattr(channel, "wait_delivered", abort_and_wait)
+        async with asyncio.timeout(patience(5)):
+            await ends.near.aclose()
 
 
 @pytest.mark.every_way

@@ -17,6 +17,7 @@ as lost, and for which closing waits for the peer to receive what was written), 
 ``distributed.comm.shard`` and ``distributed.comm.offload``.
 """
 
+import functools
 from typing import Any, cast
 
 import dask.config
@@ -27,7 +28,7 @@ from aioverbs._connection.connect import Transport
 from aioverbs._connection.settings import ConnectionSettings
 from aioverbs._verbs.completion_queue import MessageModel
 
-__all__ = ["DEFAULTS", "connection_settings", "device_name", "message_model", "transport"]
+__all__ = ["DEFAULTS", "connect_timeout_s", "connection_settings", "device_name", "message_model", "transport"]
 
 DEFAULTS = {
     "device": None,
@@ -71,19 +72,45 @@ def message_model() -> MessageModel:
     return MessageModel[name]
 
 
+def connect_timeout_s() -> float:
+    """Return the limit of an attempt to connect, in seconds.
+
+    :raises ValueError: the setting is no time.
+    """
+    return _seconds(dask.config.get("distributed.comm.timeouts.connect"))
+
+
 def connection_settings() -> ConnectionSettings:
     """Return the sizes and times of connections. A message may be as long as the memory that this process may use.
 
     :raises ValueError: a setting is out of its range.
     """
-    send_buffers = int(_get("send-buffers"))
-    patience_s = parse_timedelta(dask.config.get("distributed.comm.timeouts.tcp"), default="seconds")
+    sizes = _get("buffer-size"), _get("receive-depth"), _get("send-buffers")
+    return _settings(*sizes, dask.config.get("distributed.comm.timeouts.tcp"))
+
+
+# Each connect needs the settings, and making them takes as long as a tenth of the connect over tcp.
+@functools.lru_cache
+def _settings(
+    buffer_size: str | int, receive_depth: int, send_buffers: int, patience: str | float
+) -> ConnectionSettings:
+    """Return what `connection_settings` describes, from the values of settings in `dask.config`."""
+    patience_s = _seconds(patience)
     return ConnectionSettings(
-        buffer_size=parse_bytes(_get("buffer-size")),
-        receive_depth=int(_get("receive-depth")),
-        send_buffers=send_buffers,
-        send_depth=send_buffers + _FREE_SENDS,
+        buffer_size=parse_bytes(buffer_size),
+        receive_depth=int(receive_depth),
+        send_buffers=int(send_buffers),
+        send_depth=int(send_buffers) + _FREE_SENDS,
         max_message=int(MEMORY_LIMIT),
         keep_alive_s=patience_s,
         close_timeout_s=patience_s,  # a worker may be busy for long before it receives a reply
     )
+
+
+@functools.lru_cache
+def _seconds(setting: str | float) -> float:
+    """Return a time of `dask.config` in seconds.
+
+    :raises ValueError: the setting is no time.
+    """
+    return parse_timedelta(setting, default="seconds")

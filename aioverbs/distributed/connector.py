@@ -2,15 +2,13 @@
 
 from typing import Any
 
-import dask.config
-from dask.utils import parse_timedelta
 from distributed.comm.addressing import parse_host_port, unparse_host_port
 from distributed.comm.core import CommClosedError, Connector, FatalCommClosedError
 
 from aioverbs._connection.connect import connect
 from aioverbs._connection.handshake import Reason
 from aioverbs.distributed.comm import PREFIX, AioverbsComm
-from aioverbs.distributed.configuration import connection_settings, transport
+from aioverbs.distributed.configuration import connect_timeout_s, connection_settings, transport
 from aioverbs.distributed.domains import get_domain
 from aioverbs.distributed.encryption import check_encryption
 from aioverbs.errors import BrokenResourceError, ClosedResourceError, HandshakeError
@@ -47,7 +45,7 @@ class AioverbsConnector(Connector):
                 domain=domain,
                 transport=transport(),
                 settings=connection_settings(),
-                timeout_s=parse_timedelta(dask.config.get("distributed.comm.timeouts.connect"), default="seconds"),
+                timeout_s=connect_timeout_s(),
             )
         except HandshakeError as error:
             closed = CommClosedError if error.reason in _TRANSIENT else FatalCommClosedError

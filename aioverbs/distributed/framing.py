@@ -1,13 +1,15 @@
 """PURE: how the frames of a Dask message are divided into messages of a connection.
 
 A Dask message is a list of frames. Consecutive frames form a run, and each run arrives in memory of its own. The first
-message is the head. A long run is a message of its own. Short runs are in the head and, when that is full, in further
-messages, so that the receiver never has more than `_MAX_TOGETHER` bytes twice:
+message is the head. A long run is a message of its own, but for the first run, which is always in the head. Short runs
+are in the head if its run is short and, when that is full, in further messages, so that the receiver never has more
+than `_MAX_TOGETHER` bytes twice:
 
-    head       number of frames n and number of runs m, 32 bits each
+    head       number of frames n, number of runs m, number of padding bytes p, 32 bits each
                size of each frame in bytes, n times 64 bits
                number of frames of each run, m times 32 bits
-               the first run, then short ones
+               p bytes, so that the first object begins at a multiple of `ALIGNMENT`
+               the first run, then short ones if it is short
     message    a run of at least `LONG_RUN` bytes, or short ones
     ...
 """
@@ -16,14 +18,17 @@ import struct
 from collections.abc import Sequence
 from itertools import islice
 
-__all__ = ["LONG_RUN", "encode", "parse"]
+__all__ = ["ALIGNMENT", "LONG_RUN", "encode", "parse"]
 
 LONG_RUN = 128 * 1024
-"""Smallest size, in bytes, of a run that is a message of its own: the receiver reads it in one copy."""
+"""Smallest size, in bytes, of a run that shares a message with no other one: the receiver reads it in one copy."""
+
+ALIGNMENT = 64
+"""Divisor, in bytes, of the place of the first object in the head: that of arrays in CPU caches."""
 
 _MAX_TOGETHER = 1 << 20  # bytes of the runs in a message of several
-_MAX_SHARED = 512 * 1024  # a longer object gets memory of its own, which begins at a page
-_NUMBERS = struct.Struct("<II")
+_MAX_LEADING = 32 * 1024  # bytes of frames in one run with an object that follows them
+_NUMBERS = struct.Struct("<III")
 
 
 def encode(frames: Sequence[bytes | bytearray | memoryview]) -> tuple[int, list[list[bytes | bytearray | memoryview]]]:
@@ -33,11 +38,12 @@ def encode(frames: Sequence[bytes | bytearray | memoryview]) -> tuple[int, list[
     :returns: the number of bytes of all messages, and the messages, each a list of buffers to send one after the other.
     """
     sizes = [memoryview(frame).nbytes for frame in frames]
-    runs = _divide(frames, sizes)
+    runs, leading = _divide(frames, sizes)
+    padding = -(_start(len(sizes), len(runs)) + leading) % ALIGNMENT
     numbers = b"".join(
         (
-            _NUMBERS.pack(len(sizes), len(runs)),
-            struct.pack(f"<{len(sizes)}Q{len(runs)}I", *sizes, *map(len, runs)),
+            _NUMBERS.pack(len(sizes), len(runs), padding),
+            struct.pack(f"<{len(sizes)}Q{len(runs)}I{padding}x", *sizes, *map(len, runs)),
         )
     )
     every_size = iter(sizes)
@@ -47,18 +53,23 @@ def encode(frames: Sequence[bytes | bytearray | memoryview]) -> tuple[int, list[
     return len(numbers) + sum(sizes), messages
 
 
+def _start(n_frames: int, n_runs: int) -> int:
+    """Return the size of the numbers in a head, in bytes."""
+    return _NUMBERS.size + 8 * n_frames + 4 * n_runs
+
+
 def _share(totals: Sequence[int]) -> list[list[int]]:
     """Return the numbers of the runs in each message. The head is the first message, and contains the first run.
 
     :param totals: number of bytes of each run.
     """
-    shared = [0]
+    shared = [0]  # the message that short runs are added to
     messages = [shared]
     filled = totals[0]
     for number, total in enumerate(totals[1:], 1):
         if total >= LONG_RUN:
             messages.append([number])
-        elif filled + total <= _MAX_TOGETHER:
+        elif filled + total <= _MAX_TOGETHER and not (shared == [0] and filled >= LONG_RUN):
             shared.append(number)
             filled += total
         else:
@@ -70,17 +81,17 @@ def _share(totals: Sequence[int]) -> list[list[int]]:
 
 def _divide(
     frames: Sequence[bytes | bytearray | memoryview], sizes: Sequence[int]
-) -> list[list[bytes | bytearray | memoryview]]:
+) -> tuple[list[list[bytes | bytearray | memoryview]], int]:
     """Divide frames into runs.
 
     The memory of a run stays allocated as long as the receiver uses any part of it. A frame of `bytes` is only read
     while the message is decoded, but every other frame is the memory of an object that may live long. So each object
     has a run, which all slices of the object share. The first object shares the first run with the frames before it, if
-    these are at most 2 KiB or 5 % of it.
+    these are at most 2 KiB, or 5 % of it and at most 32 KiB.
 
     :param frames: at least one frame.
     :param sizes: size of each frame in bytes.
-    :returns: the runs, each a list of at least one frame.
+    :returns: the runs, each a list of at least one frame, and the number of bytes in the first run before its object.
     """
     run: list[bytes | bytearray | memoryview] = []
     runs = [run]
@@ -97,12 +108,12 @@ def _divide(
                 leading += size
         elif memory is not current:
             is_first = len(runs) == 1 and current is None
-            if run and not (is_first and size <= _MAX_SHARED and leading <= max(2048, size // 20)):
+            if run and not (is_first and leading <= max(2048, min(size // 20, _MAX_LEADING))):
                 run = []
                 runs.append(run)
             current = memory
         run.append(frame)
-    return runs
+    return runs, leading
 
 
 def parse(head: memoryview) -> tuple[int, list[list[int]], list[list[int]]]:
@@ -115,8 +126,8 @@ def parse(head: memoryview) -> tuple[int, list[list[int]], list[list[int]]]:
     """
     if len(head) < _NUMBERS.size:
         raise ValueError(f"the head of a message has {len(head)} bytes, at least {_NUMBERS.size} are needed")
-    n_frames, n_runs = _NUMBERS.unpack_from(head)
-    start = _NUMBERS.size + 8 * n_frames + 4 * n_runs
+    n_frames, n_runs, padding = _NUMBERS.unpack_from(head)
+    start = _start(n_frames, n_runs) + padding
     if not 1 <= n_runs <= n_frames or len(head) < start:
         raise ValueError(f"the head of a message has {len(head):,} bytes for {n_frames:,} frames in {n_runs:,} runs")
     numbers = struct.unpack_from(f"<{n_frames}Q{n_runs}I", head, _NUMBERS.size)

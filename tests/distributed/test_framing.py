@@ -5,7 +5,7 @@ import struct
 import pytest
 from hypothesis import given, strategies as st
 
-from aioverbs.distributed.framing import LONG_RUN, encode, parse
+from aioverbs.distributed.framing import ALIGNMENT, LONG_RUN, encode, parse
 
 Frames = list[bytes | bytearray | memoryview]
 
@@ -55,6 +55,7 @@ def test_slices_of_an_object_share_a_run() -> None:
     array = memoryview(bytearray(300_000))
     assert runs_of([b"h" * 10, array[:200_000], array[200_000:]]) == [[10, 200_000, 100_000]]
     other = memoryview(bytearray(2_000_000))
+    assert runs_of([b"h" * 10, other[:1_000_000], other[1_000_000:]]) == [[10, *[1_000_000] * 2]]
     assert runs_of([b"h" * 10, bytearray(1), other[:1_000_000], other[1_000_000:]]) == [[10, 1], [1_000_000] * 2]
 
 
@@ -70,21 +71,43 @@ def test_no_message_of_short_runs_is_long() -> None:
 
 @pytest.mark.parametrize(
     ("leading", "size", "shared"),
-    [(2048, 1, True), (2049, 1, False), (10_000, 200_000, True), (10_001, 200_000, False), (10, 600_000, False)],
+    [
+        (2048, 1, True),
+        (2049, 1, False),
+        (10_000, 200_000, True),
+        (10_001, 200_000, False),
+        (32_768, 600_000, False),
+        (10, 600_000, True),
+    ],
 )
 def test_the_first_object_shares_the_run_of_a_small_header(leading: int, size: int, shared: bool) -> None:
     assert runs_of([b"h" * leading, bytearray(size)]) == ([[leading, size]] if shared else [[leading], [size]])
 
 
-def head(n_frames: int, n_runs: int, numbers: list[int], counts: list[int], rest: bytes = b"") -> bytes:
-    return struct.pack(f"<II{len(numbers)}Q{len(counts)}I", n_frames, n_runs, *numbers, *counts) + rest
+@pytest.mark.parametrize("size", [1, 1000, 5_000_000])
+@pytest.mark.parametrize("leading", [[], [3], [100, 57]])
+def test_the_first_object_is_aligned_in_the_head(leading: list[int], size: int) -> None:
+    _, messages = encode([*(bytes(each) for each in leading), bytearray(b"\xff") * size])
+    assert len(messages) == 1
+    assert b"".join(messages[0]).index(b"\xff" * size) % ALIGNMENT == 0
+
+
+def test_a_long_first_run_shares_its_message_with_no_other_one() -> None:
+    _, messages = encode([b"h" * 10, bytearray(LONG_RUN), bytearray(100), bytearray(100)])
+    assert [sum(map(len, message)) for message in messages][1:] == [200]
+
+
+def head(
+    n_frames: int, n_runs: int, numbers: list[int], counts: list[int], rest: bytes = b"", padding: int = 0
+) -> bytes:
+    return struct.pack(f"<III{len(numbers)}Q{len(counts)}I", n_frames, n_runs, padding, *numbers, *counts) + rest
 
 
 @pytest.mark.parametrize(
     "message",
     [
         b"",
-        b"\x00" * 7,
+        b"\x00" * 11,
         head(0, 0, [], []),
         head(2**32 - 1, 2**32 - 1, [], []),
         head(1, 0, [1], [], b"x"),
@@ -94,6 +117,8 @@ def head(n_frames: int, n_runs: int, numbers: list[int], counts: list[int], rest
         head(1, 1, [2], [1], b"x"),
         head(1, 1, [2**64 - 1], [1], b"x"),
         head(1, 1, [0], [1], b"x"),
+        head(1, 1, [1], [1], b"x", padding=1),
+        head(1, 1, [1], [1], b"x", padding=2**32 - 1),
     ],
 )
 def test_a_malformed_head_is_refused(message: bytes) -> None:

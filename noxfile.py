@@ -531,7 +531,10 @@ def fuzz(session: nox.Session) -> None:
 def distributed(session: nox.Session) -> None:
     """Run the tests of Dask's `distributed` with our comm backend and with tcp: `-- CHECKOUT [MODULE ...]`.
 
-    `-- --bench` measures comms of both instead, and Tornado's streams, side by side.
+    `-- --bench` measures comms of both instead, and streams of asyncio and Tornado, side by side.
+
+    A run takes at most two hours, or as many minutes as `--minutes` says, continues where the previous run ended, and
+    adds to its results; `--fresh` deletes the results first.
 
     A wheel of `distributed` has no tests. CHECKOUT is a working copy of its repository, of the version in
     pyproject.toml or one near it. Each MODULE is the name of a file with tests, such as `test_core`; all that depend on
@@ -548,7 +551,8 @@ def distributed(session: nox.Session) -> None:
         arguments = [each for each in session.posargs if each != "--bench"]
         session.run("python", "-P", "tests/bench/dask_comm.py", *arguments)
         return
-    session.run("python", "-P", "tests/distributed/suite.py", *session.posargs)
+    results = folder(session, "results")
+    session.run("python", "-P", "tests/distributed/suite.py", "--results", str(results), *session.posargs)
 
 
 @nox.session

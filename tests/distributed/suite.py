@@ -1,23 +1,30 @@
 """The tests of `distributed`, with this backend and with tcp beside it, and a table of the differences.
 
-    python tests/distributed/suite.py CHECKOUT [MODULE ...]
+    python tests/distributed/suite.py CHECKOUT [MODULE ...] --results FOLDER [--minutes 120] [--fresh]
 
 CHECKOUT is a working copy of the repository of `distributed`: its wheel has no tests. They are copied into the
 environment of this Python, beside the package, where they expect their certificates. First, the checks that they
 contain for any backend are made of this one, by test_comms_of_distributed.py.
+
+FOLDER keeps the outcomes of each file with each backend. A run continues where the previous run ended, and `--fresh`
+deletes the outcomes first.
 """
 
+import argparse
 import contextlib
 import importlib.util
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 import tomllib
 import xml.etree.ElementTree as ET
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 MODULES = (
@@ -36,6 +43,7 @@ MODULES = (
 OURS, THEIRS = "aioverbs", "tcp"
 CHECKS = Path(__file__).with_name("test_comms_of_distributed.py")
 DIFFERENCES = Path(__file__).with_name("differences.toml")
+FILE_LIMIT_S = 2400  # for a file of tests; each test has a limit of its own, of 300 s
 PYTEST = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--color=no"]
 
 
@@ -52,13 +60,14 @@ def copy_tests(checkout: Path) -> Path:
     return package
 
 
-def outcomes(checkout: Path, tests: Path, scheme: str) -> dict[str, str]:
+def outcomes(checkout: Path, tests: Path, scheme: str, limit_s: float) -> dict[str, str] | None:
     """Run a file of tests.
 
     :param checkout: the checkout, whose configuration of pytest is used.
     :param tests: the file.
     :param scheme: scheme of addresses that have none.
-    :returns: the outcome of each test, as from `parse`.
+    :param limit_s: limit in seconds.
+    :returns: the outcome of each test, as from `parse`; None if the time was over before the end.
     """
     with tempfile.TemporaryDirectory() as folder:
         shutil.copy(checkout / "conftest.py", Path(folder, "conftest_of_distributed.py"))
@@ -68,32 +77,41 @@ def outcomes(checkout: Path, tests: Path, scheme: str) -> dict[str, str]:
         command += ["-o", "addopts=-p no:asyncio", "--rootdir", folder, "-c", f"{folder}/pyproject.toml"]
         print(f"==== {tests.stem} with {scheme}", flush=True)
         settings = {"DASK_DISTRIBUTED__COMM__DEFAULT_SCHEME": scheme, "PYTHONPATH": folder}
-        run([*command, f"--junitxml={report}", str(tests)], Path(folder), settings)
-        return parse(report, tests.stem)
+        has_ended = run([*command, f"--junitxml={report}", str(tests)], Path(folder), settings, limit_s)
+        return parse(report, tests.stem) if has_ended else None
 
 
-def outcomes_of_checks() -> dict[str, str]:
-    """Make the checks of any backend of this one, and return the outcome of each, as from `parse`."""
+def outcomes_of_checks(limit_s: float) -> dict[str, str] | None:
+    """Make the checks of any backend of this one.
+
+    :param limit_s: limit in seconds.
+    :returns: the outcome of each check, as from `parse`; None if the time was over before the end.
+    """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         print(f"==== {CHECKS.stem}", flush=True)
-        run([*PYTEST, "--every-way", f"--junitxml={report}", str(CHECKS)], CHECKS.parents[2], {})
-        return parse(report, CHECKS.stem)
+        command = [*PYTEST, "--every-way", f"--junitxml={report}", str(CHECKS)]
+        has_ended = run(command, CHECKS.parents[2], {}, limit_s)
+        return parse(report, CHECKS.stem) if has_ended else None
 
 
-def run(command: Sequence[str], folder: Path, settings: Mapping[str, str], limit_s: float = 3600) -> None:
+def run(command: Sequence[str], folder: Path, settings: Mapping[str, str], limit_s: float) -> bool:
     """Run a command, and kill all processes of its group that are left in the end, or when the time is over.
 
     :param command: the command.
     :param folder: working directory.
     :param settings: further environment variables.
     :param limit_s: limit in seconds.
+    :returns: whether the command ended in time.
     """
     process = subprocess.Popen(command, cwd=folder, env={**os.environ, **settings}, process_group=0)
     try:
         process.wait(limit_s)
     except subprocess.TimeoutExpired:
-        print(f"{command[-1]} did not end within {limit_s} s")
+        print(f"{command[-1]} did not end within {limit_s:.0f} s", flush=True)
+        return False
+    else:
+        return True
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -155,23 +173,81 @@ def tabulate(
     return lines, unknown
 
 
-def main(checkout: Path, *modules: str) -> int:
-    """Make the checks, run the modules, print the table, and return the number of differences without a reason."""
+class Results:
+    """Outcomes of files that earlier runs have run, and the time that is left for others.
+
+    :param folder: the folder that keeps the outcomes.
+    :param minutes: time for this run.
+    """
+
+    def __init__(self, folder: Path, minutes: float) -> None:
+        self._folder = folder
+        self._deadline = time.monotonic() + 60 * minutes
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def get(self, name: str, measure: Callable[[float], dict[str, str] | None]) -> dict[str, str] | None:
+        """Return the outcomes of a file: those of an earlier run, or else of a run now, if there is time.
+
+        A file that takes longer than `FILE_LIMIT_S` has no outcomes. One that takes longer than the time that is left
+        is run again by the next run.
+
+        :param name: name of the file with outcomes.
+        :param measure: called with a limit in seconds; returns the outcomes, or None if the time was over.
+        :returns: the outcomes; None if there was no time.
+        """
+        kept = self._folder / f"{name}.json"
+        if kept.exists():
+            return dict(json.loads(kept.read_text()))
+        left_s = self._deadline - time.monotonic()
+        if left_s <= 0:
+            return None
+        found = measure(min(left_s, FILE_LIMIT_S))
+        if found is None and left_s < FILE_LIMIT_S:
+            return None
+        kept.write_text(json.dumps(found or {}))
+        return found or {}
+
+
+def main(checkout: Path, modules: Sequence[str], results: Results) -> int:
+    """Make the checks, run the modules, print the table, and return the number of differences without a reason, and of
+    files for which no time was left.
+    """
     package = copy_tests(checkout)
     reasons = tomllib.loads(DIFFERENCES.read_text())
-    checks = outcomes_of_checks()
-    passed = sum(each == "passed" for each in checks.values())
-    unknown = sum(each == "failed" for each in checks.values()) + (passed == 0)
-    lines = [f"| `{CHECKS.stem}` | | {passed} of {len(checks)} | {unknown} | |"]
+    lines = []
+    unknown = left = 0
+    checks = results.get(CHECKS.stem, outcomes_of_checks)
+    if checks is None:
+        left += 1
+    else:
+        passed = sum(each == "passed" for each in checks.values())
+        unknown = sum(each == "failed" for each in checks.values()) + (passed == 0)
+        lines.append(f"| `{CHECKS.stem}` | | {passed} of {len(checks)} | {unknown} | |")
     for module in modules or MODULES:
         tests = min(package.glob(f"**/tests/{module}.py"), key=lambda path: len(path.parts))
-        theirs, ours = (outcomes(checkout, tests, scheme) for scheme in (THEIRS, OURS))
+        theirs, ours = (
+            results.get(f"{module}-{scheme}", partial(outcomes, checkout, tests, scheme)) for scheme in (THEIRS, OURS)
+        )
+        if theirs is None or ours is None:
+            left += 1
+            continue
         further, count = tabulate(module, theirs, ours, reasons)
         lines += further
         unknown += count
     print("| test | tcp | aioverbs | only with tcp | reason |\n|---|---|---|---|---|", *lines, sep="\n")
-    return unknown
+    if left:
+        print(f"\nThere was no time for {left} files: run this again to continue.")
+    return unknown + left
 
 
 if __name__ == "__main__":
-    sys.exit(1 if main(Path(sys.argv[1]).resolve(), *sys.argv[2:]) else 0)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("checkout", type=Path, help="working copy of the repository of distributed")
+    parser.add_argument("modules", nargs="*", metavar="module", help="name of a file with tests")
+    parser.add_argument("--results", type=Path, required=True, help="folder that keeps outcomes")
+    parser.add_argument("--minutes", type=float, default=120, help="time for this run")
+    parser.add_argument("--fresh", action="store_true", help="forget the outcomes of earlier runs")
+    options = parser.parse_intermixed_args()
+    if options.fresh:
+        shutil.rmtree(options.results, ignore_errors=True)
+    sys.exit(main(options.checkout.resolve(), options.modules, Results(options.results, options.minutes)) != 0)

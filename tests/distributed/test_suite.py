@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed import suite
-from tests.distributed.suite import compare, copy_tests, parse, run, tabulate
+from tests.distributed.suite import Results, compare, copy_tests, parse, run, tabulate
 
 REPORT = """<testsuites><testsuite>
 <testcase classname="" name="test_a"/>
@@ -52,9 +52,43 @@ def test_the_checks_have_to_be_made(
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_x.py").touch()
     monkeypatch.setattr(suite, "copy_tests", lambda checkout: checkout)
-    monkeypatch.setattr(suite, "outcomes_of_checks", lambda: outcomes)
+    monkeypatch.setattr(suite, "outcomes_of_checks", lambda _: outcomes)
     monkeypatch.setattr(suite, "outcomes", lambda *_: {"test_x::test_a": "passed"})
-    assert suite.main(tmp_path, "test_x") == count
+    assert suite.main(tmp_path, ["test_x"], Results(tmp_path / "results", 10)) == count
+
+
+def test_a_run_continues_where_the_last_one_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tests").mkdir()
+    for name in ("x", "y"):
+        (tmp_path / "tests" / f"test_{name}.py").touch()
+    passed = {"test::test_a": "passed"}
+    made: list[str] = []
+
+    def outcomes(checkout: Path, tests: Path, scheme: str, limit_s: float) -> dict[str, str] | None:
+        made.append(f"{tests.stem}-{scheme}")
+        return None if limit_s < 60 else passed
+
+    monkeypatch.setattr(suite, "copy_tests", lambda checkout: checkout)
+    monkeypatch.setattr(suite, "outcomes_of_checks", lambda _: passed)
+    monkeypatch.setattr(suite, "outcomes", outcomes)
+    for modules, minutes, left, expected in (
+        (["test_x"], 10, 0, ["test_x-tcp", "test_x-aioverbs"]),
+        (["test_x", "test_y"], 0.5, 1, ["test_y-tcp", "test_y-aioverbs"]),  # the time is over during each
+        (["test_x", "test_y"], 0, 1, []),
+        (["test_x", "test_y"], 10, 0, ["test_y-tcp", "test_y-aioverbs"]),
+    ):
+        made.clear()
+        assert suite.main(tmp_path, modules, Results(tmp_path / "results", minutes)) == left
+        assert made == expected
+        assert ("no time for 1 files" in capsys.readouterr().out) == bool(left)
+
+
+def test_a_file_that_does_not_end_has_no_outcomes(tmp_path: Path) -> None:
+    results = Results(tmp_path, 1000)
+    for _ in range(2):
+        assert results.get("test_x", lambda _: None) == {}
 
 
 def test_a_reason_is_for_all_parameters_of_a_test_of_one_module() -> None:
@@ -68,7 +102,7 @@ def test_a_run_that_does_not_end_is_killed_with_its_processes(tmp_path: Path) ->
     held = tmp_path / "held"  # by the child of the run, as long as it lives
     os.mkfifo(held)
     reader = os.open(held, os.O_RDONLY | os.O_NONBLOCK)
-    run(["sh", "-c", "sleep 1000 > held & wait"], tmp_path, {}, limit_s=1)
+    assert not run(["sh", "-c", "sleep 1000 > held & wait"], tmp_path, {}, limit_s=1)
     os.set_blocking(reader, True)
     assert os.read(reader, 1) == b""
     os.close(reader)

@@ -15,7 +15,7 @@ from aioverbs._connection.message_channel import MessageChannel
 from aioverbs._connection.wire import IMMEDIATE, MAX_READ_PARTS, AnnouncedPart, announcement_size, pack_announcement
 from aioverbs._lifecycle.affinity import running_loop, wait_uncancelled
 from aioverbs._memory.region import MemoryRegion, MemoryWindow
-from aioverbs._memory.registration_cache import RegistrationCache
+from aioverbs._memory.registration_cache import RegistrationCache, is_temporary
 from aioverbs.errors import VerbsError
 from aioverbs.types import AccessFlags
 
@@ -57,7 +57,8 @@ class Announcer:
 
     The peer gets keys for each message, which give access to exactly its memory until the message was read. These are
     memory windows, which cost little, over registrations that stay in the cache; or registrations for the one message,
-    if the device has no windows or the memory may be resized afterwards.
+    if the device has no windows, the memory may be resized afterwards, or its object ends with the message, such as the
+    view of an array that was made to send it.
 
     :param channel: message channel of the connection.
     :param grants: grants of the connection, which share their numbers and their revocation with announced messages.
@@ -154,7 +155,7 @@ class Announcer:
             return AnnouncedPart(0, len(piece), 0, piece)
         qp, access = self._channel.qp, AccessFlags.REMOTE_READ
         key: MemoryWindow | MemoryRegion
-        if not self._has_windows or isinstance(piece.obj, _RESIZABLE):
+        if not self._has_windows or isinstance(piece.obj, _RESIZABLE) or is_temporary(piece):
             key, remote = await self._grants.register(qp, piece, access)
         else:
             region = await memory.enter_async_context(self._cache.region(piece, AccessFlags.MW_BIND))

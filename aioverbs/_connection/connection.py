@@ -304,7 +304,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         short message, that the await returns does not say that the peer's user got the message. If the memory belongs
         to `bytes`, which cannot change, the await returns earlier, as long as the peer has at most 8 MiB of such
         messages to receive. The registration cache of the domain keeps the memory registered, unless it is that of a
-        bytearray, array or mmap.
+        bytearray, array or mmap, or `item` is a memoryview of an object that nothing else refers to.
 
         If the await is cancelled, the peer receives no part of the message; or all of it, if it was just receiving a
         message of 384 KiB or more.

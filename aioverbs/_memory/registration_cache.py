@@ -29,7 +29,7 @@ from aioverbs.types import AccessFlags
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["RegistrationCache", "RegistrationCacheStatistics"]
+__all__ = ["RegistrationCache", "RegistrationCacheStatistics", "is_temporary"]
 
 # Interval at which a task that waits for another loop checks that the loop still exists: its end notifies no waiter.
 _POLL_S = 0.1
@@ -96,6 +96,15 @@ def _references(view: memoryview) -> int:
 
 
 _EXPORT_ALONE = _references(memoryview(bytearray(1)))  # count of an object that only its export references
+
+
+def is_temporary(view: memoryview) -> bool:
+    """Return whether nothing but this memoryview, and slices of it, reference the object that exports its bytes: the
+    cache would evict a registration at the end of its first use.
+
+    :param view: the memoryview. None of its slices was exported separately.
+    """
+    return _exporter(view) is not None and _references(view) <= _EXPORT_ALONE
 
 
 class _Entry:

@@ -159,6 +159,17 @@ async def test_memory_may_be_changed_when_send_returns(device: Device) -> None:
         await settled(ends)
 
 
+async def test_memory_whose_object_ends_with_the_message_is_not_cached(device: Device) -> None:
+    held = bytes(changeable())
+    async with pair(device) as ends:
+        for payload, hits, misses in ((memoryview(bytes(held[1:])), 0, 0), (held, 0, 1), (memoryview(held), 1, 1)):
+            await ends.near.send(payload)
+            assert await ends.far.receive() == payload
+            await finished(ends.near)
+            statistics = ends.domain.cache.statistics()
+            assert (statistics.hits, statistics.misses) == (hits, misses)
+
+
 @pytest.mark.parametrize("data", [sample(LENGTH), changeable()], ids=["window", "registration"])
 async def test_a_peer_cannot_read_memory_after_the_message(device: Device, data: bytes | bytearray) -> None:
     async with pair(device) as ends, ends.domain.register(LENGTH) as target:

@@ -38,13 +38,13 @@ def test_passes_count_from_the_last_failure_on() -> None:
     ("passes", "chosen"),
     [
         ({}, TESTS),
-        ({"first": 1, "second": 1}, ["third", "fourth"]),
+        ({"first": 1, "second": 1}, TESTS),
         ({"first": 2, "second": 3, "third": 2, "fourth": 3}, ["first", "third"]),
         (dict.fromkeys(TESTS, 3), []),
         (dict.fromkeys(TESTS, 5), []),
     ],
 )
-def test_a_round_has_the_tests_that_lack_the_most_passes(passes: dict[str, int], chosen: Sequence[str]) -> None:
+def test_a_round_has_the_tests_that_lack_passes(passes: dict[str, int], chosen: Sequence[str]) -> None:
     assert sorted(next_round(TESTS, passes, 3, seed=1)) == sorted(chosen)
 
 

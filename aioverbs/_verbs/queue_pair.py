@@ -44,7 +44,7 @@ from aioverbs._verbs.qp_modify import Connectable
 from aioverbs._verbs.receive_refill import Refiller
 from aioverbs._verbs.shared_receive_queue import SharedReceiveQueue
 from aioverbs.attributes import QpCapabilities
-from aioverbs.errors import BrokenResourceError, VerbsError
+from aioverbs.errors import BrokenResourceError, ConcurrentAccessError, VerbsError
 from aioverbs.types import AccessFlags, QpState, QpType, WcStatus
 
 __all__ = [
@@ -525,15 +525,23 @@ class _Flusher:
         interruption = await self._wait_for_modification(work)
         work.close()
         if self._poll_recv_cq is not None or work.in_flight:
-            await wait_uncancelled(self._end_requests(handle, work))
+            # The first attempt is now: before a task begins, the turn of the loop would post what is chained.
+            is_error = self._try_to_error(handle)
+            if is_error is not False:
+                await wait_uncancelled(self._end_requests(handle, work, is_error is not None))
         if interruption is not None:
             raise interruption
 
-    async def _end_requests(self, handle: handles.QueuePair, work: QpWorkState) -> None:
-        """Do the part of `flush` that follows when the queue pair takes no more requests. A cancellation ends this."""
-        if self._poll_recv_cq is not None and await self._to_error():
+    async def _end_requests(self, handle: handles.QueuePair, work: QpWorkState, is_error: bool) -> None:
+        """Do the part of `flush` that follows when the queue pair takes no more requests. A cancellation ends this.
+
+        :param is_error: whether the queue pair is in ERR.
+        """
+        if not is_error and not await self._to_error(handle):
+            return
+        if self._poll_recv_cq is not None:
             await retry_while_busy(self._poll_recv_cq)  # completions of its receives would be lost with the queue pair
-        if work.in_flight and await self._to_error() and work.watched:
+        if work.in_flight and work.watched:
             await self._wait_flushed(handle, work)
 
     async def _wait_flushed(self, handle: handles.QueuePair, work: QpWorkState) -> None:
@@ -599,16 +607,23 @@ class _Flusher:
                 cancelled = error
         return cancelled
 
-    async def _to_error(self) -> bool:
-        """Move the queue pair to ERR and return True.
-
-        If the verb fails, or if another thread is inside the domain in each of 1,000 attempts, return False.
+    def _try_to_error(self, handle: handles.QueuePair) -> bool | None:
+        """Move the queue pair to ERR and return True. Return False if the verb fails, and None if another thread is
+        inside the domain.
         """
-        handle = self._handle
-        assert handle is not None
+        try:
+            handle.modify(QpState.ERR)
+        except ConcurrentAccessError:
+            return None
+        except VerbsError:  # for example because the device was lost
+            return False
+        return True
+
+    async def _to_error(self, handle: handles.QueuePair) -> bool:
+        """Do the same until no other thread is inside the domain, in 1,000 attempts at most."""
         try:
             return await retry_while_busy(lambda: handle.modify(QpState.ERR))
-        except VerbsError:  # for example because the device was lost
+        except VerbsError:
             return False
 
     def destroy(self) -> None:

@@ -235,6 +235,21 @@ static void qp_fill_attr(struct soft_qp *qp, const struct ibv_qp_init_attr_ex *a
     qp->events.element = &qp->qp;
 }
 
+/* Allocate a queue pair, zeroed, with room for the copy of a shared queue's receive behind it if it takes such. */
+static struct soft_qp *allocate_qp(const struct ibv_qp_init_attr_ex *attr)
+{
+    bool shares = attr->srq || attr->qp_type == IBV_QPT_XRC_RECV;
+    size_t size = sizeof(struct soft_qp) + (shares ? round_up(sizeof(struct soft_receive), 64) : 0);
+    struct soft_qp *qp = aligned_alloc(_Alignof(struct soft_qp), size);
+
+    if (!qp)
+        return NULL;
+    memset(qp, 0, size);
+    if (shares)
+        qp->in.recv_wqe.copy = (struct soft_receive *)(qp + 1);
+    return qp;
+}
+
 /* Create a queue pair; set `attr->cap` to the granted capabilities. */
 static struct ibv_qp *qp_create(struct soft_context *context, struct ibv_qp_init_attr_ex *attr)
 {
@@ -245,11 +260,10 @@ static struct ibv_qp *qp_create(struct soft_context *context, struct ibv_qp_init
 
     if (!error)
         error = draw_token(&token);
-    if (!error && !(qp = aligned_alloc(_Alignof(struct soft_qp), sizeof(*qp))))
+    if (!error && !(qp = allocate_qp(attr)))
         error = ENOMEM;
     if (error)
         goto fail;
-    memset(qp, 0, sizeof(*qp));
     qp->context = context;
     qp_fill_attr(qp, attr, token);
     soft_lock_init(&qp->sq_lock, SOFT_RANK_SQ);

@@ -4,6 +4,7 @@
 
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 #include "soft/base/epoch.h"
 #include "soft/base/lock_order.h"
@@ -290,14 +291,26 @@ static bool is_valid_memory(const uint8_t *memory, size_t size, size_t alignment
     return memory[0] == 0 && !memcmp(memory, memory + 1, size - 1);
 }
 
+/* Size from which memory is mapped, so that it has no pages before they are used: that of a completion queue which many
+ * idle queue pairs share. */
+enum { MAPPED_BYTES = 64 << 10 };
+
 static int get_default(struct soft_memory *memory, size_t size, size_t alignment)
 {
+    memory->owner = NULL;
+    if (size >= MAPPED_BYTES && alignment <= soft_page()) {
+        memory->address = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        memory->is_mapped = memory->address != MAP_FAILED;
+        if (!memory->is_mapped)
+            memory->address = NULL;
+        return memory->is_mapped ? 0 : ENOMEM;
+    }
+    memory->is_mapped = false;
     if (alignment < sizeof(void *))
         alignment = sizeof(void *);
     if (posix_memalign(&memory->address, alignment, size))
         return ENOMEM;
     memset(memory->address, 0, size);
-    memory->owner = NULL;
     return 0;
 }
 
@@ -330,6 +343,8 @@ void soft_memory_put(struct soft_memory *memory)
         return;
     if (owner)
         owner->free(&owner->pd, owner->pd_context, memory->address, memory->resource_type);
+    else if (memory->is_mapped)
+        munmap(memory->address, memory->size);
     else
         free(memory->address);
     memory->address = NULL;

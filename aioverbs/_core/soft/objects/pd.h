@@ -28,6 +28,7 @@ struct soft_memory {
     size_t size;
     uint64_t resource_type;
     struct soft_pd *owner; /* parent domain whose allocator provided the memory, or NULL */
+    bool is_mapped;        /* valid without an owner: the memory was mapped, not allocated */
 };
 
 /* Allocate zeroed memory for a queue by the parent domain's allocator, or by default, and free it. Return 0 or an

@@ -32,7 +32,7 @@ struct soft_recv_wqe {
     uint32_t num_sge;
     uint32_t index; /* index in the queue pair's own queue */
     const struct ibv_sge *sges;
-    struct soft_receive copy; /* copy of a shared queue's entry */
+    struct soft_receive *copy; /* const: copy of a shared queue's entry; NULL if no receive comes from one */
 };
 
 /* Message that is being received. Each part is handled under one hold of rq_lock: between two parts `has_recv_wqe` is

@@ -153,11 +153,11 @@ static bool take_recv_wqe(const struct responder *at)
 
     assert(!in->has_recv_wqe);
     if (at->srq) {
-        if (!soft_srq_take(at->srq, &recv_wqe->copy))
+        if (!soft_srq_take(at->srq, recv_wqe->copy))
             return false; /* none is posted, or another queue pair took it */
-        recv_wqe->wr_id = recv_wqe->copy.wr_id;
-        recv_wqe->num_sge = recv_wqe->copy.num_sge;
-        recv_wqe->sges = recv_wqe->copy.sges;
+        recv_wqe->wr_id = recv_wqe->copy->wr_id;
+        recv_wqe->num_sge = recv_wqe->copy->num_sge;
+        recv_wqe->sges = recv_wqe->copy->sges;
         recv_wqe->index = 0; /* shared queues count credits, not indices */
     } else {
         if (!has_posted_receive(at))
@@ -182,7 +182,7 @@ static void return_recv_wqe(struct soft_qp *peer)
     assert(in->has_recv_wqe);
     in->has_recv_wqe = false;
     if (in->srq) {
-        soft_srq_return(in->srq, &in->recv_wqe.copy);
+        soft_srq_return(in->srq, in->recv_wqe.copy);
     } else {
         assert(in->recv_wqe.index + 1 == peer->rq.consumed); /* no other message takes a receive meanwhile */
         peer->rq.consumed--;

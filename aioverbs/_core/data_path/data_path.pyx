@@ -201,6 +201,7 @@ cdef enum:
 
 cdef class Operation
 cdef class Inbox
+cdef class ReceiveRing
 cdef class WorkQueue
 cdef class CqDispatcher
 cdef class QpWorkState
@@ -228,6 +229,7 @@ include "cq_dispatcher.pxi"
 include "posting.pxi"
 include "batch.pxi"
 include "inbox.pxi"
+include "receive_ring.pxi"
 include "loop_budget.pxi"
 
 publish(defined_in(__name__), globals())

@@ -21,23 +21,23 @@ cdef class Inbox:
     cdef WorkQueue queue
     cdef object wrap
     cdef object unused
-    cdef object ready                   # deque of items that no await has taken yet
+    cdef object ready                   # deque of items that no await has taken yet; None before the first one
     cdef object end                     # exception that ended the iterator
     cdef object end_when_drained        # exception that ends the iterator after the last posted receive, or None
     cdef Py_ssize_t posted              # number of receives in flight
-    cdef object __weakref__             # for the queue's WeakSet
+    cdef object __weakref__             # for the queue's list
     cdef Operation pending_next         # the await for the next message; None if there is none
 
     def __init__(self, WorkQueue queue not None, wrap, unused):
         self.queue = queue
         self.wrap = wrap
         self.unused = unused
-        self.ready = collections.deque()
         queue._add_inbox(self)
 
     def __len__(self):
         """Return the number of received messages that no await has taken yet."""
-        return len(self.ready)          # a deque is consistent for every thread
+        ready = self.ready
+        return len(ready) if ready is not None else 0   # a deque is consistent for every thread
 
     def __aiter__(self):
         """Return the inbox, which is its own iterator."""
@@ -113,16 +113,30 @@ cdef class Inbox:
     cdef int _receive_done(self, Operation operation, object local) except -1:
         # Handle a completed receive into the memory `local`: take its message, or give `local` back if it failed.
         self.posted -= 1
-        if not operation.raises and operation.status == SUCCESS:
-            try:
-                message = self.wrap(operation.value)
-            except Exception as error:
-                return self._wrap_failed(error)
-            if message is not None:
-                self.ready.append(message)
-            if self.end_when_drained is not None and not self.posted and self.end is None:
-                self.end = self.end_when_drained
-            return self._deliver_message()
+        if operation.raises or operation.status != SUCCESS:
+            return self._receive_failed(operation, local)
+        try:
+            message = self.wrap(operation.value)
+        except Exception as error:
+            return self._wrap_failed(error)
+        return self._add_message(message)
+
+    cdef int _add_message(self, object message) except -1:
+        # Take the message of a completed receive, which may be None.
+        if message is not None:
+            self._ready().append(message)
+        if self.end_when_drained is not None and not self.posted and self.end is None:
+            self.end = self.end_when_drained
+        return self._deliver_message()
+
+    cdef object _ready(self):
+        # Return `ready`. An idle inbox has none, because an empty deque has room for 64 items.
+        if self.ready is None:
+            self.ready = collections.deque()
+        return self.ready
+
+    cdef int _receive_failed(self, Operation operation, object local) except -1:
+        # Give the memory `local` of a failed receive back, and end the iterator with the failure of the operation.
         try:
             self.unused(local)
         except Exception as error:
@@ -160,7 +174,7 @@ cdef class Inbox:
         # operation is being freed, in any thread, so that a waiting task must be woken by its own loop. An await that
         # is not suspended yet gets the message here, which runs no other code.
         cdef Operation operation
-        self.ready.appendleft(message)
+        self._ready().appendleft(message)
         self._drop_abandoned()
         operation = self.pending_next
         if operation is None:
@@ -186,7 +200,7 @@ cdef class Inbox:
         else:
             message = operation.extra._take_message()
             if message is not None:
-                self.ready.appendleft(message)
+                self._ready().appendleft(message)
                 return self._deliver_message()  # another task may have started an await since then
         return 0
 
@@ -218,9 +232,9 @@ def empty_inbox(Inbox inbox not None):
     """
     cdef section within
     section_enter(&within, _section(inbox.queue))
-    ready, inbox.ready = inbox.ready, collections.deque()
+    ready, inbox.ready = inbox.ready, None
     section_leave(&within)
-    return list(ready)
+    return list(ready) if ready is not None else []
 
 
 def reopen_inbox(Inbox inbox not None):
@@ -245,6 +259,21 @@ def receive_into(requester, Inbox inbox not None, local):
         ``receive`` of `requester`.
     """
     return requester._receive_into(inbox, local)
+
+
+def post_receives(requester, ReceiveRing ring not None, first, count):
+    """Post consecutive receives of a ring.
+
+    :param requester: queue pair to post to.
+    :param ring: the ring.
+    :param first: index of the first receive to post, none of which may be posted yet.
+    :param count: number of receives to post.
+    :raises anyio.WouldBlock: the queue has too few free places; nothing is posted.
+    :raises IndexError: the ring has no such receives; nothing is posted.
+    :raises VerbsError: ``ibv_post_recv`` failed; the receives before the refused one are posted. Other errors are those
+        of `QueuePairVerbs.receive`.
+    """
+    requester._post_receives(ring, first, count)
 
 
 def requester_of(QpWorkState requests not None):

@@ -24,6 +24,7 @@ cdef class _Extra:
     cdef list unsignaled                # operations posted before this one without a completion of their own
     cdef list elements                  # operations of a batch
     cdef Inbox inbox                    # inbox that a receive fills, or that an await reads from
+    cdef ReceiveRing ring               # ring whose receives all have this operation; None for any other operation
     cdef bint awaits_message
     cdef PyObject *message              # message not yet returned to the caller, or NULL: see `_hold_message`
     cdef WorkQueue queue                # queue in which the operation waits for a place; None if it does not
@@ -514,6 +515,11 @@ cdef PyObject *_caller() except? NULL:
 
 cdef inline bint _is_batch(Operation operation) noexcept:
     return operation.extra is not None and operation.extra.elements is not None
+
+
+cdef inline bint _is_ring(Operation operation) noexcept:
+    # Whether the operation stands for the receives of a ring.
+    return operation.extra is not None and operation.extra.ring is not None
 
 
 cdef inline bint _binds(Operation operation) noexcept:

@@ -469,14 +469,7 @@ cdef int _add_piece(Operation operation, request *wr, RegionSlice piece, Protect
     # Pin a piece and append it to the request's scatter/gather list. Raise ValueError if it is not suitable, for
     # example because it lacks the needed access, and ClosedResourceError if its memory is closed.
     cdef v.ibv_sge *sge
-    if piece._handle.pd is not pd and not (pd._shared or piece._handle.pd._shared):
-        raise ValueError(f"{piece!r} belongs to a different protection domain than {operation.queue.handle!r}")
-    if access & ~piece._access:
-        raise ValueError(
-            f"the device writes to {piece.region!r}: register it with AccessFlags.LOCAL_WRITE"
-        )
-    if piece._handle._lender_slot != NULL:
-        _check_borrowed(piece._handle)
+    _check_piece(operation.queue, piece, pd, access)
     operation._pin(piece.pins)
     if not piece.length:
         return 0                            # devices may read an entry of 0 bytes as one of 2 GiB
@@ -492,6 +485,18 @@ cdef int _add_piece(Operation operation, request *wr, RegionSlice piece, Protect
     wr.send.num_sge += 1
     operation.bytes += piece.length
     return 0
+
+
+cdef inline int _check_piece(WorkQueue queue, RegionSlice piece, ProtectionDomain pd, int access) except -1:
+    # Check that a request of the queue may use a piece of memory. Raise ValueError if it lacks the needed access or
+    # belongs to another protection domain, and ClosedResourceError if its lender has closed it.
+    if piece._handle.pd is not pd and not (pd._shared or piece._handle.pd._shared):
+        raise ValueError(f"{piece!r} belongs to a different protection domain than {queue.handle!r}")
+    if access & ~piece._access:
+        raise ValueError(
+            f"the device writes to {piece.region!r}: register it with AccessFlags.LOCAL_WRITE"
+        )
+    return _check_borrowed(piece._handle) if piece._handle._lender_slot != NULL else 0
 
 
 cdef int _gather(Operation operation, request *wr, object local, ProtectionDomain pd, int access) except -1:
@@ -1125,6 +1130,17 @@ cdef class QueuePairVerbs(SendVerbs):
     def _receive_into(self, Inbox inbox not None, local):
         # Post a receive whose message goes to an inbox; the caller has made sure that the queue has a free place.
         return self._receive(local, True, inbox)
+
+    def _post_receives(self, ReceiveRing ring not None, uint32_t first, uint32_t count):
+        # Post receives of a ring: see `post_receives`.
+        cdef section within
+        cdef QpWorkState requests = _begin_posting(self, "ibv_post_recv", &within)
+        try:
+            requests._check_state(True)
+            ring._post(requests, first, count)
+        finally:
+            requests.handle._unuse()
+            section_leave(&within)
 
     cdef Operation _receive(self, object local, bint nowait, Inbox inbox=None):
         cdef section within

@@ -45,7 +45,7 @@ cdef class WorkQueue:
     cdef readonly uint64_t doorbells
     cdef readonly uint32_t high_water
     cdef dict errors                    # number of failed requests by status
-    cdef object inboxes                 # inboxes that it fills, a weakref.WeakSet; None if there are none
+    cdef list inboxes                   # weak references to the inboxes that it fills; None if there are none
     cdef list still_pinned              # pins (_Run) of memory that the device may still write after an abandon
 
     def __cinit__(self):
@@ -100,16 +100,17 @@ cdef class WorkQueue:
     # ---- Inboxes
 
     cdef int _add_inbox(self, Inbox inbox) except -1:
-        if self.inboxes is None:
-            self.inboxes = weakref.WeakSet()
-        self.inboxes.add(inbox)
+        others = self.inboxes if self.inboxes is not None else []
+        self.inboxes = [each for each in others if each() is not None] + [weakref.ref(inbox)]
         return 0
 
     cdef int _end_inboxes(self, object error) except -1:
         # The queue takes no more receives because of `error`: notify the tasks that await messages.
         if self.inboxes is not None:
-            for inbox in tuple(self.inboxes):
-                (<Inbox>inbox)._queue_failed(error)
+            for each in self.inboxes:
+                inbox = each()
+                if inbox is not None:
+                    (<Inbox>inbox)._queue_failed(error)
         return 0
 
     # ---- Awaiting
@@ -567,7 +568,11 @@ cdef class WorkQueue:
         # Handle a completion of the operation, which also covers earlier operations that have no completion of their
         # own.
         cdef list unsignaled
-        if operation.extra is None or operation.extra.unsignaled is None:
+        if operation.extra is None:
+            return self._record_completion(operation, wc)
+        if operation.extra.ring is not None:
+            return operation.extra.ring._completed(wc)
+        if operation.extra.unsignaled is None:
             return self._record_completion(operation, wc)
         unsignaled, operation.extra.unsignaled = operation.extra.unsignaled, None
         try:
@@ -874,7 +879,7 @@ cdef class WorkQueue:
         # which queue pairs of other processes use as long as it exists. The memory stays pinned until `_abandon`.
         if self.still_pinned is None:
             self.still_pinned = []
-        self.still_pinned += operation._take_pins()
+        self.still_pinned += operation._take_pins() if not _is_ring(operation) else operation.extra.ring._take_pins()
         self._refuse_waiting(SUCCESS, error)
         return self._abandon_operation(operation, SUCCESS, error)
 
@@ -886,7 +891,7 @@ cdef class WorkQueue:
             operation.status = status
             if error is not None:
                 operation._fail(error)
-        return self._retire(operation)
+        return self._retire(operation) if not _is_ring(operation) else operation.extra.ring._abandon()
 
 
 cdef enum:

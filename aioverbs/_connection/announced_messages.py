@@ -65,7 +65,8 @@ class AnnouncedMessages:
         self._max_message = max_message
         self._limit = 0
         self._unanswered: dict[int, AnnouncedMessage] = {}  # by number
-        self._answered: deque[int] = deque()  # numbers that the peer may still withdraw before it gets the answer
+        # Numbers that the peer may still withdraw before it gets the answer, at most `_limit`.
+        self._answered: list[int] = []
         self._reading: AnnouncedMessage | None = None
 
     def start(self, limit: int) -> None:
@@ -74,7 +75,6 @@ class AnnouncedMessages:
         :param limit: number of messages that the peer may have unanswered at once.
         """
         self._limit = limit
-        self._answered = deque(maxlen=limit)
 
     def add(self, number: int, data: bytes, flags: int) -> AnnouncedMessage | None:
         """Accept an announced message.
@@ -136,6 +136,7 @@ class AnnouncedMessages:
         assert self._unanswered[message.number] is message
         del self._unanswered[message.number]
         self._answered.append(message.number)
+        del self._answered[: -self._limit]
         self._sender.send_answer(message.number)
 
     async def read(self, message: AnnouncedMessage, memory: RegionSlice) -> None:

@@ -94,7 +94,7 @@ class Announcer:
         prefix = b"" if immediate is None else IMMEDIATE.pack(immediate)
         short_bytes = sum(len(piece) for piece in pieces if isinstance(piece, bytes))
         if (
-            len(prefix) + announcement_size(len(pieces), short_bytes) > self._channel.fragment_size
+            len(prefix) + announcement_size(len(pieces), short_bytes) > self._channel.sender.fragment_size
             or sum(isinstance(piece, memoryview) for piece in pieces) > MAX_READ_PARTS
         ):
             return None
@@ -132,7 +132,7 @@ class Announcer:
                 parts = [await self._register(piece, memory) for piece in pieces]
             except VerbsError:  # such as the limit of locked memory: fragments need none
                 return None
-            await self._channel.send_announcement(number, prefix + pack_announcement(parts), bool(prefix))
+            await self._channel.sender.send_announcement(number, prefix + pack_announcement(parts), bool(prefix))
             is_sent = True
         finally:
             if not is_sent:
@@ -204,7 +204,7 @@ class Announcer:
 
         :raises VerbsError: a key could not be invalidated; the connection breaks.
         """
-        self._channel.withdraw_announcement(announcement.number)
+        self._channel.sender.withdraw_announcement(announcement.number)
         await asyncio.wait([announcement.answered], timeout=_WITHDRAW_TIMEOUT_S)
         await announcement.memory.aclose()
 

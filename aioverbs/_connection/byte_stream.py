@@ -50,7 +50,7 @@ class MessageByteStream(ByteStream):
             while not self._remaining:
                 if self._channel.closed:
                     raise self._channel.closed_error()
-                message = await self._channel.receive_view("receive")
+                message = await self._channel.receiver.receive_view("receive")
                 if type(message) is bytes and 0 < len(message) <= max_bytes:
                     return message
                 self._remaining = memoryview(message)
@@ -74,7 +74,7 @@ class MessageByteStream(ByteStream):
         :raises VerbsError: ``ibv_post_send`` failed.
         :raises TypeError: `item` is not a contiguous buffer.
         """
-        size = self._channel.piece_size(len(item))
+        size = self._channel.sender.piece_size(len(item))
         if len(item) <= size:
             if item:
                 await self._messages.send(item)

@@ -106,7 +106,7 @@ class CmControlChannel:
         if self._message_channel is None:
             raise QueuePairStateError("the queue pair is not connected")
         for message in messages:
-            await self._message_channel.send_handshake(message)
+            await self._message_channel.sender.send_handshake(message)
 
     async def receive(self) -> bytes:
         """Wait for the peer's next message of the handshake. Call `begin` first.
@@ -116,7 +116,7 @@ class CmControlChannel:
         :raises Exception: any other exception that `MessageChannel.receive_handshake` raises.
         """
         assert self._message_channel is not None
-        return await self._message_channel.receive_handshake()
+        return await self._message_channel.receiver.receive_handshake()
 
     def watch(self, on_lost: Callable[[Exception], object]) -> None:
         """Call `on_lost` when the peer disconnects or the device is removed; immediately if that has already happened.

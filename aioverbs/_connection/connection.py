@@ -145,9 +145,9 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
                     contextlib.suppress(BrokenResourceError, ClosedResourceError),
                     anyio.move_on_after(self._settings.close_timeout_s),
                 ):
-                    channel.discard_announced()
-                    await _retry_while_busy(lambda: channel.send_frame(FrameKind.END, last=True))
-                    await _retry_while_busy(channel.wait_delivered)
+                    channel.receiver.announced.discard()
+                    await _retry_while_busy(lambda: channel.sender.send_frame(FrameKind.END, last=True))
+                    await _retry_while_busy(channel.sender.wait_delivered)
                     if end.announcer is not None:
                         await end.announcer.wait_answered()
         finally:
@@ -324,7 +324,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
             peer receives no part of the message.
         :raises VerbsError: when awaited: ``ibv_post_send`` failed; the peer receives no part of the message.
         """
-        return self._open_end().channel.send(item, immediate)
+        return self._open_end().channel.sender.send(item, immediate)
 
     def send_nowait(self, item: Payload, *, immediate: int | None = None) -> None:
         """Send a message that fits in one buffer, if that is possible without waiting.
@@ -345,7 +345,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain; nothing was sent.
         :raises VerbsError: ``ibv_post_send`` failed; nothing was sent.
         """
-        self._open_end().channel.send_nowait(item, immediate)
+        self._open_end().channel.sender.send_nowait(item, immediate)
 
     def receive(self) -> Coroutine[Any, Any, bytes]:
         """Wait for the next message. Its immediate data, if it has any, is dropped.
@@ -361,7 +361,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain; no message is
             lost.
         """
-        return self._open_end().channel.receive()
+        return self._open_end().channel.receiver.receive()
 
     def receive_into(self, buffer: "Buffer") -> Coroutine[Any, Any, int]:
         """Wait for the next message, and write it to memory of the caller. Its immediate data, if it has any, is
@@ -379,7 +379,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         :raises VerbsError: the device cannot register `buffer`; no message is lost.
         :raises Exception: any other exception that `receive` raises.
         """
-        return self._open_end().channel.receive_into(buffer)
+        return self._open_end().channel.receiver.receive_into(buffer)
 
     def receive_buffer(self) -> Coroutine[Any, Any, memoryview]:
         """Wait for the next message, and return it in writable memory. Its immediate data, if it has any, is dropped.
@@ -393,7 +393,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         :raises OSError: the process cannot map memory; no message is lost.
         :raises Exception: any other exception that `receive` raises.
         """
-        return self._open_end().channel.receive_buffer()
+        return self._open_end().channel.receiver.receive_buffer()
 
     async def receive_with_immediate(self) -> tuple[bytes, int | None]:
         """Wait for the next message, and return it with its immediate data. A cancelled call loses no message.
@@ -403,7 +403,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         :raises anyio.EndOfStream: the peer sends no more messages, and all that it sent were returned.
         :raises Exception: any other exception that `receive` raises.
         """
-        received: tuple[bytes, int | None] = await self._open_end().channel.receive(with_immediate=True)
+        received: tuple[bytes, int | None] = await self._open_end().channel.receiver.receive(with_immediate=True)
         return received
 
     async def send_eof(self) -> None:
@@ -421,7 +421,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         """
         channel = self._open_end().channel
         channel.check_caller("send_eof")
-        await channel.send_frame(FrameKind.END)
+        await channel.sender.send_frame(FrameKind.END)
 
     # ---- Memory of the peer
 

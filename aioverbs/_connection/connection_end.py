@@ -81,7 +81,7 @@ class ConnectionEnd:
         """
         if self.qp.qp_state is QpState.RESET:
             init_new(self.qp, _ACCESS)
-            self.channel.post_receives()
+            self.channel.receiver.post_receives()
 
     def begin_messages(self, own: Offer, peer: Offer, handshake_messages: int) -> None:
         """Set the sizes and credits from the offers of both ends. From now on, messages may arrive.
@@ -95,7 +95,7 @@ class ConnectionEnd:
         self.channel.start(peer.depth, peer.buffer_size, peer.max_message, handshake_messages, announces)
         if announces:
             self.announcer = Announcer(self.channel, self.grants, self._cache, own.depth)
-            self.channel.set_announce(self.announcer.announce)
+            self.channel.sender.announce = self.announcer.announce
 
     def start(self, control: ControlChannel) -> None:
         """Take over the control channel and begin to watch the peer. Call when the handshake is complete."""

@@ -2,7 +2,6 @@
 
 import asyncio
 import copy
-from collections import deque
 from typing import TYPE_CHECKING, Self
 
 import anyio
@@ -172,7 +171,7 @@ class Grants:
         self._remote_grants: dict[int, RemoteGrant] = {}  # by number
         self.revoked: dict[int, RemoteGrant] = {}  # by rkey: the grants that the peer revoked last
         # grants not yet returned by `receive`, at most 2 * `max_grants`
-        self._unread: deque[RemoteGrant] = deque()
+        self._unread: list[RemoteGrant] = []
         self._waiter: asyncio.Future[None] | None = None
 
     # ---- Grants of this end
@@ -207,7 +206,7 @@ class Grants:
         try:
             key, remote = await self.make_key(owner, memory, access)
             notice = GrantNotice(remote.address, remote.length, remote.rkey, access)
-            await self._channel.send_frame(FrameKind.GRANT, number, notice.pack())
+            await self._channel.sender.send_frame(FrameKind.GRANT, number, notice.pack())
         except BaseException:
             # A cancelled `send_frame` has sent nothing, so the peer does not have the key.
             del self._local_grants[number]
@@ -314,7 +313,7 @@ class Grants:
                 self._channel.check_usable()
                 # REVOKE is sent even if this caller is cancelled: the acknowledgement frees the number.
                 acknowledged = grant._acknowledged = self._local_grants[grant._number] = running_loop().create_future()
-                self._channel.send_control(FrameKind.REVOKE, grant._number)
+                self._channel.sender.send_control(FrameKind.REVOKE, grant._number)
             with anyio.move_on_after(timeout_s):
                 await asyncio.wait([acknowledged])
         finally:
@@ -357,7 +356,7 @@ class Grants:
             if self._waiter is None or self._waiter.done():
                 self._waiter = running_loop().create_future()
             await asyncio.wait([self._waiter])
-        return self._unread.popleft()
+        return self._unread.pop(0)
 
     def check(self, remote: RemoteRegion) -> None:
         """Check that the peer has not revoked the grant that `remote` belongs to.
@@ -393,7 +392,7 @@ class Grants:
             self.revoked[grant.remote.rkey] = grant
             if len(self.revoked) > self._max_grants + 16:
                 del self.revoked[next(iter(self.revoked))]
-            self._channel.send_control(FrameKind.REVOKED, number, fence=True)
+            self._channel.sender.send_control(FrameKind.REVOKED, number, fence=True)
         else:
             acknowledged = self._local_grants.get(number)
             if acknowledged is None:
@@ -412,7 +411,7 @@ class Grants:
         """
         if number in self._remote_grants or len(self._remote_grants) >= self._max_grants:
             raise ValueError(f"the peer made grant {number}, which already exists or exceeds {self._max_grants} grants")
-        if self._channel.is_control_pending(FrameKind.REVOKED, number):
+        if self._channel.sender.is_control_pending(FrameKind.REVOKED, number):
             raise ValueError(f"the peer made grant {number} again before its revocation was acknowledged")
         grant = RemoteGrant(RemoteRegion(notice.address, notice.length, notice.rkey), notice.access)
         self._remote_grants[number] = grant

@@ -59,7 +59,7 @@ class Liveness:
         assert work.send_queue is not None
         completed = channel.receive_queue.completed + work.send_queue.completed
         if completed == self._last_completed:
-            channel.send_keepalive()
+            channel.sender.send_keepalive()
         self._last_completed = completed
         self._timer = self._loop.call_later(self._tick_s, self._tick)
 

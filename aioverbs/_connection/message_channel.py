@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from aioverbs._connection.channel_state import ChannelState
 from aioverbs._connection.credits import Credits, max_announced
-from aioverbs._connection.message_receiver import MessageReceiver, ReceiveBuffer
-from aioverbs._connection.message_sender import Announce, MessageSender
+from aioverbs._connection.message_receiver import MessageReceiver
+from aioverbs._connection.message_sender import MessageSender
 from aioverbs._connection.send_buffers import SendBuffer
 from aioverbs._connection.settings import ConnectionSettings
 from aioverbs._connection.wire import FrameKind
@@ -58,7 +58,7 @@ class MessageChannel(ChannelState):
     Before `start` is called, messages are sent and received unframed: they are the handshake over a queue pair that
     rdma_cm connected.
 
-    The methods to send and to receive are those of `MessageSender` and `MessageReceiver`.
+    The methods to send and to receive are those of the attributes ``sender`` and ``receiver``.
 
     :param qp: queue pair of type RC, in RESET.
     :param owner: owner of the connection, even if any loop may use the queue pair.
@@ -81,23 +81,10 @@ class MessageChannel(ChannelState):
         super().__init__(qp, owner)
         self._settings = settings
         self._credits: Credits | None = None
-        self._sender = sender = MessageSender(self, _send_buffers(block, settings), block[:0])
-        receive_buffers = _receive_buffers(block, settings)
-        self._receiver = receiver = MessageReceiver(
-            self, sender, receive_buffers, settings.max_message, domain, on_control
-        )
-        # Attributes instead of methods, so that a call is one call.
-        self.send, self.send_nowait = sender.send, sender.send_nowait
-        self.send_frame, self.send_handshake = sender.send_frame, sender.send_handshake
-        self.send_control, self.is_control_pending = sender.send_control, sender.is_control_pending
-        self.keep_until_done, self.send_keepalive = sender.keep_until_done, sender.send_keepalive
-        self.send_announcement, self.withdraw_announcement = sender.send_announcement, sender.withdraw_announcement
-        self.wait_delivered = sender.wait_delivered
-        self.receive, self.receive_handshake = receiver.receive, receiver.receive_handshake
-        self.receive_into, self.receive_buffer = receiver.receive_into, receiver.receive_buffer
-        self.receive_view = receiver.receive_view
-        self.discard_announced = receiver.announced.discard
-        self.post_receives, self.inbox = receiver.post_receives, receiver.inbox
+        self.sender = MessageSender(self, _send_buffers(block, settings), block[:0])
+        receives = settings.receive_depth + 1  # one more than the peer gets credits, for the handshake
+        memory = block[: receives * settings.buffer_size]
+        self.receiver = MessageReceiver(self, self.sender, memory, receives, settings.max_message, domain, on_control)
 
     def start(self, depth: int, buffer_size: int, max_message: int, handshake_messages: int, announces: bool) -> None:
         """Set the sizes and credits from the peer's offer. From now on, messages are framed.
@@ -114,46 +101,20 @@ class MessageChannel(ChannelState):
         own_depth = self._settings.receive_depth
         if announces:
             self._credits = Credits(depth + 1 - max_announced(depth), own_depth + 1 - max_announced(own_depth))
-            self._receiver.announced.start(max_announced(depth))
+            self.receiver.announced.start(max_announced(depth))
         else:
             self._credits = Credits(depth, own_depth)
-        self._sender.start(self._credits, depth, min(buffer_size, self._settings.buffer_size), max_message)
-        self._receiver.start(self._credits, handshake_messages)
-
-    def set_announce(self, announce: Announce) -> None:
-        """Set the function that announces long messages."""
-        self._sender.announce = announce
-
-    @property
-    def fragment_size(self) -> int:
-        """Bytes of a message that fit the buffers of both ends; 0 before `start` is called."""
-        return self._sender.fragment_size
-
-    def piece_size(self, length: int) -> int:
-        """Return the size of the messages in which to send bytes that need not stay one message.
-
-        :param length: number of the bytes.
-        """
-        return self._sender.piece_size(length)
+        self.sender.start(self._credits, depth, min(buffer_size, self._settings.buffer_size), max_message)
+        self.receiver.start(self._credits, handshake_messages)
 
     def statistics(self) -> ConnectionStatistics:
         """Return a `ConnectionStatistics`: the numbers of messages sent and received so far, of credits available and
         not yet returned to the peer, of waits, and of messages that only returned credits. All are 0 before `start` is
         called.
         """
-        credit, sender = self._credits, self._sender
+        credit, sender = self._credits, self.sender
         free, owed = (credit.available, credit.owed) if credit is not None else (0, 0)
-        return ConnectionStatistics(sender.messages, self._receiver.messages, free, owed, sender.waits, sender.updates)
-
-
-def _receive_buffers(block: LeasedBuffer, settings: ConnectionSettings) -> list[ReceiveBuffer]:
-    """Return the receive buffers of a connection, the first part of its memory.
-
-    There is one more than the peer gets credits, for the handshake.
-    """
-    size, memory = settings.buffer_size, block.region.buffer
-    offsets = range(block.offset, block.offset + (settings.receive_depth + 1) * size, size)
-    return [ReceiveBuffer(block, memory, offset, size) for offset in offsets]
+        return ConnectionStatistics(sender.messages, self.receiver.messages, free, owed, sender.waits, sender.updates)
 
 
 def _send_buffers(block: LeasedBuffer, settings: ConnectionSettings) -> Iterator[SendBuffer]:

@@ -13,8 +13,7 @@ from aioverbs._connection.message_sender import MessageSender
 from aioverbs._connection.reassembly import Assembly, MessageWithImmediate
 from aioverbs._connection.recycled_memory import recycled_memory_of
 from aioverbs._connection.wire import CREDITS_AT, WHOLE, FrameKind, parse_header
-from aioverbs._core.data_path.data_path import Inbox, Received, RegionSlice, close_inbox, receive_into
-from aioverbs._memory.buffer_pool import LeasedBuffer
+from aioverbs._core.data_path.data_path import Inbox, ReceiveRing, RegionSlice, close_inbox, post_receives
 from aioverbs._verbs.base_domain import Domain
 from aioverbs.errors import (
     AffinityError,
@@ -30,36 +29,12 @@ from aioverbs.errors import (
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["MessageReceiver", "ReceiveBuffer"]
+__all__ = ["MessageReceiver"]
 
 _CREDITS_MASK = 0x3FF << CREDITS_AT
 _DEFERRED = object()
 _UNLIMITED = 1 << 30
 _HANDSHAKE_MESSAGES = 4  # limit for each end
-
-
-class ReceiveBuffer(RegionSlice):
-    """Registered memory of a receive.
-
-    :param block: memory that it is a part of.
-    :param memory: view of the whole region of the block, which all buffers of a connection share.
-    :param offset: where the buffer begins in the region, in bytes.
-    :param length: size of the buffer in bytes.
-    """
-
-    __slots__ = ("_memory", "_view")
-
-    def __init__(self, block: LeasedBuffer, memory: memoryview, offset: int, length: int) -> None:
-        super().__init__(block.region, offset, length, block.pins)
-        self._memory = memory
-        self._view: memoryview | None = None  # of this buffer: made when it is first needed
-
-    def received(self, length: int) -> memoryview:
-        """Return a view of the first `length` bytes."""
-        view = self._view
-        if view is None:
-            view = self._view = self._memory[self.offset : self.offset + self.length]
-        return view[:length]
 
 
 class MessageReceiver:
@@ -70,7 +45,8 @@ class MessageReceiver:
 
     :param state: state of the channel.
     :param sender: sender of the same end, which returns credits and gets those that the peer returns.
-    :param buffers: memory of the receives, one more than the peer gets credits.
+    :param memory: memory of the receives.
+    :param count: number of receives, one more than the peer gets credits.
     :param max_message: size of the longest message accepted from the peer, in bytes.
     :param domain: domain that the memory for received messages is registered with.
     :param on_control: called with the kind, number and bytes of each control message, except for CREDITS; raises
@@ -81,7 +57,8 @@ class MessageReceiver:
         self,
         state: ChannelState,
         sender: MessageSender,
-        buffers: list[ReceiveBuffer],
+        memory: RegionSlice,
+        count: int,
         max_message: int,
         domain: Domain,
         on_control: Callable[[FrameKind, int, bytes], None],
@@ -90,7 +67,6 @@ class MessageReceiver:
         self.announced = AnnouncedMessages(state, sender, max_message)
         self._state = state
         self._sender = sender
-        self._buffers = buffers
         self._on_control = on_control
         self._credits: Credits | None = None
         self._assembly = Assembly(max_message)
@@ -101,6 +77,7 @@ class MessageReceiver:
         self._memory = recycled_memory_of(domain)
         self._handshake_messages_left = _UNLIMITED
         self.inbox = Inbox(state.receive_queue, self._on_received, self._on_flushed)
+        self._ring = ReceiveRing(self.inbox, memory, count)
         state.when_ended(self._end_inbox)
 
     def post_receives(self) -> None:
@@ -109,8 +86,7 @@ class MessageReceiver:
         :raises VerbsError: a receive cannot be posted.
         :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
         """
-        for receive in self._buffers:
-            _ = receive_into(self._state.qp, self.inbox, receive)  # the inbox gets the result
+        post_receives(self._state.qp, self._ring, 0, self._ring.count)
 
     def start(self, credit: Credits, handshake_messages: int) -> None:
         """Expect framed messages from now on, after the remaining messages of the handshake.
@@ -301,36 +277,36 @@ class MessageReceiver:
 
     # ---- Completions
 
-    def _on_received(self, received: Received) -> object:
+    def _on_received(self, index: int, data: bytes, immediate: int | None, is_written: bool) -> object:
         """Handle the completion of a receive, and post the receive again. Fail the channel if the protocol is violated.
 
-        :param received: the completed receive.
+        :param index: index of the receive.
+        :param data: the received bytes.
+        :param immediate: immediate data of the message; None if it has none.
+        :param is_written: whether the peer sent the message as an RDMA write, whose bytes are elsewhere.
         :returns: a complete message for the caller of `receive`, as bytes or a `MessageWithImmediate`, or a message of
             the handshake for the caller of `receive_handshake`, as bytes; None if there is none.
         """
-        receive = cast(ReceiveBuffer, received.local)
-        immediate = received.immediate
         credit = self._credits
-        if received.written:  # the receive's memory holds data of an earlier message, maybe of another peer
+        if is_written:
             self._state.fail("protocol violation: the peer sent a message as a write with immediate data")
             return None
         if credit is None or self._handshake_messages_left:
-            return self._on_handshake_message(receive, received.byte_len)
+            return self._on_handshake_message(index, data)
         is_answer = False
         try:
             if immediate is not None and not (immediate ^ WHOLE) & ~_CREDITS_MASK and not self._state.eof_received:
                 credit.on_message()
-                item: object = bytes(receive.received(received.byte_len))
                 self._assembly.drop()
-                self._post(receive)
+                self._post(index)
                 if immediate & _CREDITS_MASK:
                     self._sender.add_credits(immediate >> CREDITS_AT & 0x3FF)
-                return item
+                return data
             is_answer = immediate is not None and self._take_answer(immediate)
             if not is_answer:
                 credit.on_message()
-            item = self._handle_frame(receive.received(received.byte_len), immediate)
-            self._post(receive)
+            item = self._handle_frame(data, immediate)
+            self._post(index)
             if immediate is not None:
                 self._sender.add_credits(immediate >> CREDITS_AT & 0x3FF)
         except ValueError as error:
@@ -345,14 +321,14 @@ class MessageReceiver:
         kind, _, _, number = parse_header(immediate)
         return kind == FrameKind.REVOKED and self._sender.take_answer(number)
 
-    def _on_handshake_message(self, receive: ReceiveBuffer, length: int) -> bytes | None:
-        """Copy an unframed message of the handshake, and post its receive again.
+    def _on_handshake_message(self, index: int, data: bytes) -> bytes | None:
+        """Take an unframed message of the handshake, and post its receive again.
 
         If 4 messages are already waiting for `receive_handshake`, fail the channel instead.
 
-        :param receive: memory of the receive.
-        :param length: length of the message in bytes.
-        :returns: the copy; None if the channel was failed.
+        :param index: index of the receive.
+        :param data: the message.
+        :returns: the message; None if the channel was failed.
         """
         if len(self.inbox) >= _HANDSHAKE_MESSAGES:
             self._state.fail(
@@ -360,41 +336,40 @@ class MessageReceiver:
             )
             return None
         self._handshake_messages_left -= 1
-        data = bytes(receive.received(length))
-        self._post(receive)
+        self._post(index)
         return data
 
-    def _post(self, receive: ReceiveBuffer) -> None:
+    def _post(self, index: int) -> None:
         """Post a receive again; later if a thread is inside a verb, and never if the queue pair is closed or broken.
 
         If the verb fails, fail the channel soon: the peer has more credits than there are receives left.
+
+        :param index: index of the receive.
         """
         try:
-            _ = receive_into(self._state.qp, self.inbox, receive)  # the inbox gets the result
+            post_receives(self._state.qp, self._ring, index, 1)
         except ConcurrentAccessError:  # another thread is inside a verb: retry soon
-            self._state.loop.call_soon(self._post, receive)
+            self._state.loop.call_soon(self._post, index)
         except BusyResourceError:  # a modify is in flight in a thread: retry after it
-            self._state.receive_queue.when_resumed(self._state.loop, functools.partial(self._post, receive))
+            self._state.receive_queue.when_resumed(self._state.loop, functools.partial(self._post, index))
         except (ClosedResourceError, BrokenResourceError, QueuePairStateError, AffinityError):
             return  # the end is reported elsewhere
         except VerbsError as error:  # after the caller has delivered the message that arrived in this receive
             self._state.loop.call_soon(self._state.fail, f"a receive cannot be posted again: {error}", error)
 
-    def _on_flushed(self, receive: RegionSlice) -> None:
+    def _on_flushed(self, _: None) -> None:
         """Fail the channel because the device flushed a receive: the queue pair is in ERR or destroyed.
 
         This has no effect if the channel is broken or closed.
-
-        :param receive: memory of the flushed receive.
         """
         self._state.fail_queue_pair(None)
 
     # ---- Frames
 
-    def _handle_frame(self, view: memoryview, immediate: int | None) -> object:
+    def _handle_frame(self, data: bytes, immediate: int | None) -> object:
         """Handle a frame: a fragment of a user message, or a control message.
 
-        :param view: bytes of the frame.
+        :param data: bytes of the frame.
         :param immediate: its immediate data, which contains the header; None if it has none.
         :returns: the user message that the frame completes; None if it completes none; ``_DEFERRED`` if it completes
             none and its credit must be returned later.
@@ -404,12 +379,12 @@ class MessageReceiver:
             raise ValueError("the peer sent a message without immediate data")
         kind, flags, _, number = parse_header(immediate)
         if kind == FrameKind.DATA:
-            return self._add_fragment(view, flags, number)
+            return self._add_fragment(data, flags, number)
         if kind == FrameKind.ANNOUNCE:
             if self._state.eof_received:
                 raise ValueError("the peer announced a message after END")
             self._assembly.drop()
-            return self.announced.add(number, bytes(view), flags)
+            return self.announced.add(number, data, flags)
         if flags:
             raise ValueError(f"the peer sent a message of kind {kind} with flags {flags:#x}, expected none")
         if kind == FrameKind.END:
@@ -426,13 +401,13 @@ class MessageReceiver:
                 return None
             if known is FrameKind.GRANT:
                 self.announced.expect_no_withdrawal(number)
-            self._on_control(known, number, bytes(view))
+            self._on_control(known, number, data)
         return None
 
-    def _add_fragment(self, view: memoryview, flags: int, number: int) -> object:
+    def _add_fragment(self, data: bytes, flags: int, number: int) -> object:
         """Add a fragment to a user message.
 
-        :param view: bytes of the fragment.
+        :param data: bytes of the fragment.
         :param flags: flags of its header.
         :param number: number in its header, which must be 0.
         :returns: the same as `_handle_frame`.
@@ -442,7 +417,7 @@ class MessageReceiver:
             raise ValueError("the peer sent a message after END")
         if number:
             raise ValueError(f"the peer sent a user message with number {number}, expected 0")
-        whole = self._assembly.add(view, flags)
+        whole = self._assembly.add(data, flags)
         if whole is not None:
             return whole
         if (

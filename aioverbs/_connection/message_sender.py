@@ -82,7 +82,7 @@ class MessageSender:
         # the message.
         self._announced: dict[int, bool] = {}
         # requests that no user awaits; dropping one would withdraw it
-        self._own_requests: deque[Operation[None]] = deque()
+        self._own_requests: deque[Operation[None]] | None = None  # None before the first one
         self._max_own_requests = 0
         state.when_ended(self._wake)
 
@@ -551,6 +551,8 @@ class MessageSender:
         """
         # Do not poll for completions here: those found would overtake others that were found earlier.
         requests = self._own_requests
+        if requests is None:
+            requests = self._own_requests = deque()
         while requests and requests[0].ended:
             del requests[0]
         requests.append(operation)

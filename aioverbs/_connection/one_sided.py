@@ -76,12 +76,12 @@ class OneSidedRequests:
         channel.check_sending()
         check_immediate(immediate)
         written = self.write(local, remote, fence)
-        await channel.send(b"", immediate)
+        await channel.sender.send(b"", immediate)
         try:
             await written
         finally:
             if not written.ended:  # a cancellation must not withdraw the announced write
-                channel.keep_until_done(written)
+                channel.sender.keep_until_done(written)
 
     def _check(self, operation: str) -> None:
         """Check that the caller may use the connection, and that it is not broken.

@@ -28,7 +28,7 @@ class Assembly:
 
     def __init__(self, max_message: int) -> None:
         self._max_message = max_message
-        self._parts: list[bytes | bytearray] | None = None  # fragments; short ones are merged at once
+        self._parts: list[memoryview | bytearray] | None = None  # fragments; short ones are merged at once
         self._total = self._received = 0
         self._immediate: int | None = None
 
@@ -36,10 +36,10 @@ class Assembly:
         """Drop the incomplete message, if any, because the sender cancelled it or sends no more fragments."""
         self._parts = None
 
-    def add(self, view: memoryview, flags: int) -> "bytes | MessageWithImmediate | None":
+    def add(self, data: bytes, flags: int) -> "bytes | MessageWithImmediate | None":
         """Add a fragment to the message; the first fragment of a message begins a new one.
 
-        :param view: bytes of the fragment, which are copied.
+        :param data: bytes of the fragment.
         :param flags: flags of its header.
         :returns: the whole message if the fragment was its last one: a `MessageWithImmediate` if it has immediate data,
             else bytes. None if fragments are still missing.
@@ -50,12 +50,12 @@ class Assembly:
             self._immediate = None
             total = None
             if not flags & LAST:
-                (total,) = TOTAL.unpack_from(_require(view, TOTAL.size))
+                (total,) = TOTAL.unpack_from(_require(data, TOTAL.size))
                 offset = TOTAL.size
             if flags & HAS_IMMEDIATE:
-                (self._immediate,) = IMMEDIATE.unpack_from(_require(view, offset + IMMEDIATE.size), offset)
+                (self._immediate,) = IMMEDIATE.unpack_from(_require(data, offset + IMMEDIATE.size), offset)
                 offset += IMMEDIATE.size
-            self._total = len(view) - offset if total is None else total
+            self._total = len(data) - offset if total is None else total
             if self._total > self._max_message:
                 raise ValueError(
                     f"the peer sent a message of {self._total:,} bytes, but at most {self._max_message:,} are accepted"
@@ -63,15 +63,16 @@ class Assembly:
             self._parts, self._received = [], 0
         if self._parts is None:
             raise ValueError("the peer sent a fragment without the first one of its message")
-        if len(view) >= _SHORT_FRAGMENT_BYTES:
-            self._parts.append(bytes(view[offset:]))
+        view = memoryview(data)[offset:]
+        if len(data) >= _SHORT_FRAGMENT_BYTES:
+            self._parts.append(view)
         elif self._parts and isinstance(last := self._parts[-1], bytearray):
-            last += view[offset:]
+            last += view
         else:
-            self._parts.append(bytearray(view[offset:]))
-        self._received += len(view) - offset
+            self._parts.append(bytearray(view))
+        self._received += len(data) - offset
         is_last, received = bool(flags & LAST), self._received
-        if received > self._total or (received < self._total) == is_last or not (is_last or view):
+        if received > self._total or (received < self._total) == is_last or not (is_last or data):
             raise ValueError(f"the peer sent {received:,} bytes of a message of {self._total:,}")
         if not is_last:
             return None
@@ -80,11 +81,11 @@ class Assembly:
         return message if self._immediate is None else MessageWithImmediate(message, self._immediate)
 
 
-def _require(view: memoryview, size: int) -> memoryview:
+def _require(data: bytes, size: int) -> bytes:
     """Check that a fragment has at least `size` bytes, and return it unchanged.
 
     :raises ValueError: the fragment is shorter.
     """
-    if len(view) < size:
-        raise ValueError(f"the peer sent a fragment of {len(view)} bytes, but its flags require at least {size}")
-    return view
+    if len(data) < size:
+        raise ValueError(f"the peer sent a fragment of {len(data)} bytes, but its flags require at least {size}")
+    return data

@@ -35,9 +35,9 @@ class SendBuffers:
 
     def __init__(self, buffers: Iterator[SendBuffer]) -> None:
         self._unused: Iterator[SendBuffer] | None = buffers  # None once it has ended
-        self._free: deque[SendBuffer] = deque()
+        self._free: deque[SendBuffer] | None = None  # None before the first one, as an empty deque is not small
         # Keeps references to the operations: else one that waits for a place in the send queue would be withdrawn.
-        self._in_flight: deque[tuple[Operation[None], SendBuffer]] = deque()
+        self._in_flight: deque[tuple[Operation[None], SendBuffer]] | None = None  # None before the first one
         self._awaited: Operation[None] | None = None  # operation that `wait` awaited last
 
     def take(self) -> SendBuffer | None:
@@ -47,7 +47,7 @@ class SendBuffers:
         """
         in_flight = self._in_flight
         while in_flight and in_flight[0][0].ended:
-            self._free.append(in_flight.popleft()[1])
+            self.release(in_flight.popleft()[1])
         if self._unused is not None:
             buffer = next(self._unused, None)
             if buffer is not None:
@@ -57,10 +57,14 @@ class SendBuffers:
 
     def add_in_flight(self, buffer: SendBuffer, operation: Operation[None]) -> None:
         """Mark a taken buffer as in flight until `operation`, which sends it, has ended."""
+        if self._in_flight is None:
+            self._in_flight = deque()
         self._in_flight.append((operation, buffer))
 
     def release(self, buffer: SendBuffer) -> None:
         """Give back a taken buffer that was not sent, so that it is free again."""
+        if self._free is None:
+            self._free = deque()
         self._free.append(buffer)
 
     async def wait(self, probe: Callable[[], Operation[None]]) -> None:
@@ -73,6 +77,7 @@ class SendBuffers:
         :raises WorkCompletionError: the send or the probe completed with an error.
         :raises Exception: whatever `probe` raises, or another exception that `Operation` lists for an await.
         """
+        assert self._in_flight is not None
         operation = self._in_flight[0][0]
         if operation is self._awaited:
             await probe()

@@ -77,7 +77,7 @@ def root_of(error: BaseException) -> BaseException:
 
 async def use_up(connection: Connection) -> int:
     """Send messages until no credit is left but those that are reserved, and return the number of messages."""
-    credit = end_of(connection).channel._sender._credits
+    credit = end_of(connection).channel.sender._credits
     assert credit is not None
     count = 0
     while credit.sendable:

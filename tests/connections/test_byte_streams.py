@@ -65,7 +65,7 @@ async def test_large_writes_are_not_copied_into_buffers(
         await sending
         assert got == data
         assert ends.near.qp.statistics().sends.bytes < len(data) // 4
-        memory = end_of(ends.far).channel._receiver._memory
+        memory = end_of(ends.far).channel.receiver._memory
         assert not memory._in_use
 
 
@@ -75,7 +75,7 @@ async def test_unread_messages_are_lost_with_the_connection(device: Device) -> N
         await near.send(b"abc")
         await near.send(b"unread")
         assert await far.receive(1) == b"a"
-        await until(lambda: len(end_of(ends.far).channel.inbox))
+        await until(lambda: len(end_of(ends.far).channel.receiver.inbox))
         await far.aclose()
         assert await far.receive() == b"bc"
         with pytest.raises(ClosedResourceError):

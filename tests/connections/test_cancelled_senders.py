@@ -144,8 +144,8 @@ async def test_receives_and_credits_are_retried_after_a_concurrent_verb(
 ) -> None:
     async with pair(device) as ends:
         qp = ends.far.qp
-        refused = [InUse(qp._receive_into, 2, error), InUse(qp.send, 2, error)]
-        for name, verb in zip(("_receive_into", "send"), refused, strict=True):
+        refused = [InUse(qp._post_receives, 2, error), InUse(qp.send, 2, error)]
+        for name, verb in zip(("_post_receives", "send"), refused, strict=True):
             monkeypatch.setattr(qp, name, verb)
         with anyio.fail_after(patience(20)):
             for number in range(30):
@@ -162,7 +162,7 @@ async def test_a_receive_that_cannot_be_posted_again_breaks_the_connection(
     async with pair(device) as ends:
         failure = VerbsError("ibv_post_recv", errno.ENOMEM)
         refusals = [refusal("another thread is inside")] if refusal is not None else []
-        monkeypatch.setattr(ends.far.qp, "_receive_into", mock.Mock(side_effect=[*refusals, failure]))
+        monkeypatch.setattr(ends.far.qp, "_post_receives", mock.Mock(side_effect=[*refusals, failure]))
         await ends.near.send(b"it arrives")
         async with asyncio.timeout(patience(10)):
             assert await ends.far.receive() == b"it arrives"

@@ -152,7 +152,7 @@ async def test_closing_ends_as_soon_as_the_peer_is_gone(device: Device, monkeypa
 async def test_abort_breaks_the_peers_connection(device: Device) -> None:
     async with pair(device) as ends:
         await ends.near.send(b"this was delivered")
-        await end_of(ends.near).channel.wait_delivered()
+        await end_of(ends.near).channel.sender.wait_delivered()
         ends.near.abort()
         assert await ends.far.receive() == b"this was delivered"
         with pytest.raises(BrokenResourceError, match="gone"):

@@ -210,7 +210,7 @@ async def test_an_unacknowledged_revocation_invalidates_the_key(
     ):
         grant = await ends.near.grant(memory, READ)
         granted = await ends.far.receive_grant()
-        monkeypatch.setattr(end_of(ends.far).channel, "send_control", lambda *_, **__: None)
+        monkeypatch.setattr(end_of(ends.far).channel.sender, "send_control", lambda *_, **__: None)
         await grant.revoke(timeout_s=0.1)
         assert grant.revoked
         with pytest.raises(WorkCompletionError) as caught:
@@ -226,19 +226,19 @@ async def test_a_cancelled_revoke_still_invalidates_the_key(
     """The number of the grant is free again when the peer has answered."""
     monkeypatch.setattr("aioverbs._connection.grants._NUMBER_COUNT", 4)
     async with pair(device) as ends, ends.domain.register(64, region) as memory:
-        answer = end_of(ends.far).channel.send_control
+        answer = end_of(ends.far).channel.sender.send_control
         for _ in range(5):
             grant = await ends.near.grant(memory, READ)
             granted = await ends.far.receive_grant()
             answers: list[tuple[Any, Any]] = []
             monkeypatch.setattr(
-                end_of(ends.far).channel, "send_control", lambda *args, to=answers, **kw: to.append((args, kw))
+                end_of(ends.far).channel.sender, "send_control", lambda *args, to=answers, **kw: to.append((args, kw))
             )
             await cancel(grant.revoke(timeout_s=30), lambda granted=granted: granted.revoked)  # type: ignore[misc]
             assert grant.revoked
             await grant.revoke()
             ((args, kw),) = answers
-            monkeypatch.setattr(end_of(ends.far).channel, "send_control", answer)
+            monkeypatch.setattr(end_of(ends.far).channel.sender, "send_control", answer)
             answer(*args, **kw)
             await until(lambda: not end_of(ends.near).grants._local_grants)
         await ends.near.send(b"it works")
@@ -288,7 +288,7 @@ async def test_concurrent_revokes_close_the_key_once(device: Device, monkeypatch
         grant = await ends.near.grant(memory, READ)
         await ends.far.receive_grant()
         with monkeypatch.context() as silent:
-            silent.setattr(end_of(ends.far).channel, "send_control", lambda *_, **__: None)
+            silent.setattr(end_of(ends.far).channel.sender, "send_control", lambda *_, **__: None)
             await asyncio.gather(grant.revoke(timeout_s=0.02), grant.revoke(timeout_s=0.02), grant.revoke(timeout_s=0))
         assert grant.revoked
         await ends.near.send(b"it works")
@@ -335,7 +335,7 @@ async def test_revoke_while_the_peer_goes_away(device: Device) -> None:
     async with pair(device, QUICK) as ends, ends.domain.register(64, LOCAL) as memory:
         grant = await ends.near.grant(memory, READ)
         await ends.far.receive_grant()
-        end_of(ends.far).channel.send_control = lambda *_, **__: None
+        end_of(ends.far).channel.sender.send_control = lambda *_, **__: None  # type: ignore[method-assign]
         revoking = asyncio.create_task(grant.revoke(timeout_s=30))
         await asyncio.sleep(0.01)
         ends.far.abort()
@@ -421,7 +421,7 @@ async def test_invalid_grant_frames_break_the_connection(
     device: Device, kind: FrameKind, number: int, data: bytes
 ) -> None:
     async with pair(device) as ends:
-        await end_of(ends.near).channel.send_frame(kind, number, data)
+        await end_of(ends.near).channel.sender.send_frame(kind, number, data)
         with pytest.raises(BrokenResourceError, match="protocol violation"):
             await ends.far.receive()
         await until(lambda: ends.near.broken is not None)

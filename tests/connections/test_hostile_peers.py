@@ -81,9 +81,9 @@ def grants() -> Frames:
 async def send_until_broken(ends: Pair, frames: Frames, memory: RegionSlice, after: Talk) -> int:
     """Send without regard to credits until the connection breaks, and return the number of messages."""
     near, far = traffic_of(ends.near), traffic_of(ends.far)
-    near._sender.add_credits = lambda count: None  # type: ignore[method-assign]
-    near._sender.return_credits = lambda: None  # type: ignore[method-assign]
-    near._receiver._on_control = lambda *_: None
+    near.sender.add_credits = lambda count: None  # type: ignore[method-assign]
+    near.sender.return_credits = lambda: None  # type: ignore[method-assign]
+    near.receiver._on_control = lambda *_: None
     sent = 0
     with contextlib.suppress(WorkCompletionError, BrokenResourceError):
         for immediate, data in frames:
@@ -106,9 +106,10 @@ async def test_messages_without_credits_break_the_connection(device: Device, fra
         assert "no credit" in str(far.broken), far.broken
         assert sent < 50
         assert (
-            len(far.inbox) + far._receiver._deferred_credits + len(far._sender._pending_controls) <= SMALL.receive_depth
+            len(far.receiver.inbox) + far.receiver._deferred_credits + len(far.sender._pending_controls)
+            <= SMALL.receive_depth
         )
-        for _ in range(len(far.inbox)):  # what came before is the user's
+        for _ in range(len(far.receiver.inbox)):  # what came before is the user's
             assert await ends.far.receive() == b"unread"
         with pytest.raises(BrokenResourceError, match="protocol violation"):
             await ends.far.receive()
@@ -119,13 +120,13 @@ async def test_too_many_handshake_messages_break_the_connection(device: Device) 
     """When the handshake goes over the queue pair, no more is kept before the secret is proved."""
     async with pair(device) as ends, ends.domain.register(64, LOCAL) as memory:
         far = traffic_of(ends.far)
-        far._receiver._handshake_messages_left = 1 << 30  # as with rdma_cm, until the peer's offer is known
+        far.receiver._handshake_messages_left = 1 << 30  # as with rdma_cm, until the peer's offer is known
         with contextlib.suppress(WorkCompletionError, BrokenResourceError):
             for _ in range(20):
                 await ends.near.qp.send(memory[:8])
         await until(lambda: far.broken is not None)
         assert "handshake" in str(far.broken)
-        assert len(far.inbox) <= 4
+        assert len(far.receiver.inbox) <= 4
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["", "early"])
@@ -140,7 +141,7 @@ async def test_a_message_by_write_with_immediate_is_not_delivered(device: Device
         granted = await ends.near.receive_grant()
         far = traffic_of(ends.far)
         if early:
-            far._receiver._handshake_messages_left = 1 << 30
+            far.receiver._handshake_messages_left = 1 << 30
         with contextlib.suppress(WorkCompletionError, BrokenResourceError):
             await ends.near.qp.write_with_immediate(memory[32:51], granted.remote[:19], WHOLE)
         async with asyncio.timeout(patience(20)):
@@ -156,10 +157,10 @@ async def test_an_internal_error_breaks_only_its_connection(device: Device, capl
         def fail(*_: object) -> None:
             raise RuntimeError("a planted mistake")
 
-        far._receiver._on_control = fail
+        far.receiver._on_control = fail
         receiving = asyncio.create_task(ends.far.receive())
         await asyncio.sleep(0)
-        await traffic_of(ends.near).send_frame(FrameKind.REVOKE, 1)
+        await traffic_of(ends.near).sender.send_frame(FrameKind.REVOKE, 1)
         await talk()
         with pytest.raises(BrokenResourceError, match="a planted mistake"):
             await receiving
@@ -225,8 +226,8 @@ async def test_reusing_a_grant_number_too_early_breaks_the_connection(device: De
         await use_up(ends.far)
         grant = await ends.near.grant(memory, READ)
         await grant.revoke(timeout_s=0)
-        await until(lambda: traffic_of(ends.far)._sender._pending_controls)
+        await until(lambda: traffic_of(ends.far).sender._pending_controls)
         notice = GrantNotice(grant.remote.address, 64, grant.remote.rkey, READ)
-        await traffic_of(ends.near).send_frame(FrameKind.GRANT, grant._number, notice.pack())
+        await traffic_of(ends.near).sender.send_frame(FrameKind.GRANT, grant._number, notice.pack())
         with pytest.raises(BrokenResourceError, match="again"):
             await ends.far.receive()

@@ -170,9 +170,9 @@ def _state_of(subject: Any) -> Any:
             channel.eof_sent,
             channel.closed,
             channel.broken,
-            channel._receiver._is_pending,
+            channel.receiver._is_pending,
         )
-        yield channel._sender._lock.locked(), len(channel.inbox), len(channel._sender._pending_controls)
+        yield channel.sender._lock.locked(), len(channel.receiver.inbox), len(channel.sender._pending_controls)
         yield tuple(grants._local_grants), tuple(grants._remote_grants), len(grants._unread)
     for name in ("ended", "revoked", "addresses"):
         if hasattr(subject, name):

@@ -11,8 +11,8 @@ from aioverbs._connection.grants import has_windows
 from aioverbs._connection.handshake import Capabilities, Handshake, Offer, Reason, encode_reject
 from aioverbs._connection.message_channel import MessageChannel
 from aioverbs._connection.settings import ConnectionSettings
-from aioverbs._connection.shared_queues import completion_queue_for, lease_block
-from aioverbs._lifecycle.resource import open_now
+from aioverbs._connection.shared_queues import lease_block
+from aioverbs._connection.spare_ends import open_end, take_spare_end
 from aioverbs._lifecycle.turns import OPENING, take_turn
 from aioverbs._proofs import make_nonce
 from aioverbs._verbs.base_domain import Domain
@@ -82,7 +82,7 @@ async def establish(
     :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
     """
     handshake = Handshake(initiator, make_nonce(), secret)
-    pending = _PendingConnection(domain, settings)
+    pending = _PendingConnection(domain, settings, takes_spare=not initiator)
     try:
         await control.begin(lambda: pending.prepare(control), initiator, settings.repetitions(software=False))
         if initiator:
@@ -110,16 +110,18 @@ class _PendingConnection:
 
     :param domain: domain that the queue pair is created on.
     :param settings: sizes and times of this end.
+    :param takes_spare: whether to use the end that listeners keep ready.
     """
 
-    def __init__(self, domain: Domain, settings: ConnectionSettings) -> None:
+    def __init__(self, domain: Domain, settings: ConnectionSettings, takes_spare: bool) -> None:
         self._domain = domain
         self._settings = settings
+        self._takes_spare = takes_spare
         self._opened: tuple[Connection, ConnectionEnd] | None = None
         self._offer: Offer | None = None
 
     async def _open(self) -> ConnectionEnd:
-        """Create the queue pair, unless an earlier call has done so.
+        """Create the queue pair, or take one that is ready, unless an earlier call has done so.
 
         :returns: this end of the connection.
         :raises VerbsError: the device has no queue pair, completion queue or memory region left.
@@ -131,15 +133,11 @@ class _PendingConnection:
         :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
         """
         if self._opened is None:
-            await take_turn(OPENING)  # so that handshakes go on while many connections are made
-            block = await lease_block(self._domain, self._settings)
-            try:
-                cq = await completion_queue_for(self._domain, self._settings)
-                connection = Connection(self._domain, self._settings, block, cq)
-                open_now(connection)
-            except BaseException:
-                block.release()
-                raise
+            connection = take_spare_end(self._domain, self._settings) if self._takes_spare else None
+            if connection is None:
+                await take_turn(OPENING)  # so that handshakes go on while many connections are made
+                block = await lease_block(self._domain, self._settings)
+                connection = open_end(self._domain, self._settings, block)
             self._opened = connection, end_of(connection)
         return self._opened[1]
 

@@ -3,6 +3,8 @@
 import contextlib
 import mmap
 
+import anyio
+
 from aioverbs._connection.settings import ConnectionSettings
 from aioverbs._lifecycle.affinity import running_loop
 from aioverbs._lifecycle.lifecycle import ResourceState
@@ -13,7 +15,7 @@ from aioverbs._verbs.base_domain import Domain, shared_resources_of
 from aioverbs._verbs.completion_queue import CompletionQueue, dispatcher_of
 from aioverbs.errors import AffinityError, ConcurrentAccessError
 
-__all__ = ["completion_queue_for", "lease_block", "prepare"]
+__all__ = ["completion_queue_for", "lease_block", "lease_block_now", "prepare"]
 
 _SLAB_BYTES = 8 << 20  # bytes; small enough to be registered on the event loop
 _BLOCKS_PER_SLAB = 16  # at most
@@ -35,10 +37,9 @@ async def lease_block(domain: Domain, settings: ConnectionSettings) -> LeasedBuf
     :raises ClosedResourceError: the domain is not open.
     :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
     """
-    size = settings.block_size
-    key = "buffers of connections", size
-    pool = shared_resources_of(domain.base).get(key)
+    pool = shared_resources_of(domain.base).get(_pool_key(settings))
     if pool is None:
+        size = settings.block_size
         count = max(1, min(_BLOCKS_PER_SLAB, _SLAB_BYTES // size))
         pins = not domain.handle.context.software
         created = BufferPool(
@@ -53,11 +54,30 @@ async def lease_block(domain: Domain, settings: ConnectionSettings) -> LeasedBuf
             await open_part(created)  # during the await, other connections may make pools; the first one is kept
         else:
             open_part_now(created)
-        pool = shared_resources_of(domain.base).setdefault(key, created)
+        pool = shared_resources_of(domain.base).setdefault(_pool_key(settings), created)
         if pool is not created:
             await created.aclose()
     assert isinstance(pool, BufferPool)
     return await pool.lease()
+
+
+def lease_block_now(domain: Domain, settings: ConnectionSettings) -> LeasedBuffer:
+    """Lease memory as `lease_block` does, without waiting.
+
+    :returns: a buffer of ``settings.block_size`` bytes, to be released by the caller.
+    :raises anyio.WouldBlock: no buffer is free, and to register more takes long; or `prepare` was not called.
+    :raises Exception: whatever `lease_block` raises.
+    """
+    pool = shared_resources_of(domain.base).get(_pool_key(settings))
+    if pool is None:
+        raise anyio.WouldBlock
+    assert isinstance(pool, BufferPool)
+    return pool.lease_nowait()
+
+
+def _pool_key(settings: ConnectionSettings) -> tuple[str, int]:
+    """Return the key of the pool from which connections with some settings lease their buffers."""
+    return "buffers of connections", settings.block_size
 
 
 async def prepare(domain: Domain, settings: ConnectionSettings) -> None:
@@ -120,7 +140,7 @@ def _is_usable(cq: CompletionQueue) -> bool:
     return cq.state is ResourceState.OPEN and dispatcher_of(cq).watched
 
 
-async def completion_queue_for(domain: Domain, settings: ConnectionSettings) -> CompletionQueue:
+def completion_queue_for(domain: Domain, settings: ConnectionSettings) -> CompletionQueue:
     """Return a completion queue of the running loop that has room for one more connection. Make one if necessary.
 
     :returns: an open queue, which other connections share. It is closed together with the domain, not by the caller.
@@ -142,6 +162,6 @@ async def completion_queue_for(domain: Domain, settings: ConnectionSettings) -> 
         return found
     limit = max(needed, domain.handle.context.attributes.max_cqe)
     created = domain.completion_queue(min(needed * _CONNECTIONS_PER_CQ, limit), spin_ns=settings.spin_ns)
-    open_part_now(created)  # no await here: during one, other connections would each make another queue
+    open_part_now(created)
     queues.add(created)
     return created

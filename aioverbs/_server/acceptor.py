@@ -11,8 +11,10 @@ from typing import Any
 
 from aioverbs._connection.cm_control import CmControlChannel, SharedChannel
 from aioverbs._connection.connect import Transport, uses_rdma_cm
+from aioverbs._connection.connection import Connection
 from aioverbs._connection.handshake import Reason, Reject
 from aioverbs._connection.shared_queues import prepare
+from aioverbs._connection.spare_ends import SpareEnd, spare_end_of
 from aioverbs._exports import publish
 from aioverbs._lifecycle.affinity import Affinity, running_loop, wait_uncancelled
 from aioverbs._lifecycle.resource import lifecycle_of, open_part
@@ -78,6 +80,8 @@ class Acceptor:
         self._stopped = False  # `stop` or `close` was called, perhaps during `open`
         self._grace = 0  # intervals until the next handshake may be expired
         self._on_idle: Callable[[], object] | None = None
+        self._spare: SpareEnd | None = None
+        self._unused: Connection | None = None  # the spare end, until it is closed
         self._handshakes = self._connections = self._accepted = 0
         self._refused: Counter[str] = Counter()
 
@@ -110,6 +114,9 @@ class Acceptor:
         try:
             if domain is not None:
                 await prepare(domain, self._accept_settings.settings)
+                self._check_not_stopped()
+                self._spare = spare_end_of(domain, self._accept_settings.settings)
+                self._spare.hold()
             if transport != "rdmacm":
                 addresses = await resolve(host, port)
                 self._check_not_stopped()
@@ -394,16 +401,28 @@ class Acceptor:
             self._abandon()
         self._stop_accepting()
         try:
+            if self._unused is not None:
+                with contextlib.suppress(VerbsError):  # its domain tries again
+                    await self._unused.aclose()
             if self._cm_task is not None:
                 await asyncio.wait([self._cm_task])
         finally:  # also if cancelled: the task was cancelled before and no longer uses the listener
             await self._close_cm()
 
     def _stop_accepting(self) -> None:
-        """Close the TCP sockets and cancel the task that accepts by rdma_cm. If `open` is still waiting, it fails."""
+        """Close the TCP sockets and cancel the task that accepts by rdma_cm. If `open` is still waiting, it fails.
+
+        The spare end is aborted on the loop of the acceptor; else it is closed together with its domain.
+        """
         self._stopped = True
         self._stop_expiring()
         self._tcp.close()
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            self._unused = spare.release()
+            if self._unused is not None:
+                with contextlib.suppress(VerbsError):  # its domain tries again
+                    self._unused.abort()
         if self._cm_task is not None:
             self._cm_task.cancel()
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -88,7 +89,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         settings, lifecycle, location = self._settings, self._lifecycle, queue_location_of(self._domain)
         owner = lifecycle.owner
         assert owner is not None
-        depths = QpCapabilities(max_send_wr=settings.send_depth, max_recv_wr=settings.receive_depth + 1)
+        depths = _depths(settings.send_depth, settings.receive_depth + 1)
         qp = QueuePair(self, location, self._cq, None, depths, port=settings.port, gid_index=settings.gid_index)
         open_part_now(qp, keeps_parents=False)
         caller = owner if location.owner is None or not location.owner.bound else None  # else the queue pair checks
@@ -612,6 +613,12 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         :raises ClosedResourceError: the connection is closed.
         """
         return MessageByteStream(self, self._open_end().channel)
+
+
+@functools.lru_cache
+def _depths(sends: int, receives: int) -> QpCapabilities:
+    """Return the capabilities of the queue pairs of connections, the same object for all of them."""
+    return QpCapabilities(max_send_wr=sends, max_recv_wr=receives)
 
 
 def _abort(lifecycle: Lifecycle, end: ConnectionEnd) -> None:

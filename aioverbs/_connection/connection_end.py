@@ -8,8 +8,10 @@ from aioverbs._connection.grants import Grants
 from aioverbs._connection.handshake import Capabilities, Offer
 from aioverbs._connection.liveness import Liveness
 from aioverbs._connection.message_channel import MessageChannel
+from aioverbs._connection.message_sender import Announcement
 from aioverbs._connection.one_sided import OneSidedRequests
 from aioverbs._connection.settings import ConnectionSettings
+from aioverbs._connection.wire import FrameKind
 from aioverbs._lifecycle.affinity import Affinity
 from aioverbs._lifecycle.lifecycle import Lifecycle
 from aioverbs._memory.buffer_pool import LeasedBuffer
@@ -59,18 +61,17 @@ class ConnectionEnd:
     ) -> None:
         self.qp = qp
         self.peer: Offer | None = None  # the peer's offer, once it has arrived
-        self.channel = MessageChannel(
-            qp, owner, block, settings, domain, lambda kind, number, data: grants.on_frame(kind, number, data)
-        )
+        self.channel = MessageChannel(qp, owner, block, settings, domain, self._on_control)
         self.grants = grants = Grants(self.channel, domain.base.handle, settings.max_grants)
-        self.announcer: Announcer | None = None  # None until `begin_messages`, or if both ends do not announce messages
+        self.announcer: Announcer | None = None  # None until this end announces its first message
         self.requests = OneSidedRequests(self.channel, grants, caller)
-        self.liveness = Liveness(self.channel, settings.keep_alive_s)
+        self.liveness = Liveness(self.channel, domain, settings.keep_alive_s)
         self.control: ControlChannel | None = None  # None until the handshake is complete
-        self.closed_callback: Callable[[], object] = lambda: None
+        self.closed_callback: Callable[[], object] | None = None
         self._lifecycle = lifecycle
         self._block = block
         self._cache = domain.cache
+        self._settings = settings
         self.channel.when_ended(self._on_channel_end)
 
     def post_receives(self) -> None:
@@ -94,8 +95,24 @@ class ConnectionEnd:
         announces = Capabilities.ANNOUNCES in own.capabilities & peer.capabilities
         self.channel.start(peer.depth, peer.buffer_size, peer.max_message, handshake_messages, announces)
         if announces:
-            self.announcer = Announcer(self.channel, self.grants, self._cache, own.depth)
-            self.channel.sender.announce = self.announcer.announce
+            self.channel.sender.announce = self._announce_first
+
+    def _on_control(self, kind: FrameKind, number: int, data: bytes) -> None:
+        """Handle a control message of the peer: see `Grants.on_frame`.
+
+        :raises ValueError: the message violates the protocol.
+        """
+        self.grants.on_frame(kind, number, data)
+
+    def _announce_first(self, parts: list[memoryview], immediate: int | None) -> Announcement:
+        """Announce the first message: make what announces messages, which most idle connections never need.
+
+        :returns: the awaitable that `Announcer.announce` returns.
+        :raises VerbsError: the device cannot be queried.
+        """
+        self.announcer = Announcer(self.channel, self.grants, self._cache, self._settings.receive_depth)
+        self.channel.sender.announce = self.announcer.announce
+        return self.announcer.announce(parts, immediate)
 
     def start(self, control: ControlChannel) -> None:
         """Take over the control channel and begin to watch the peer. Call when the handshake is complete."""
@@ -153,4 +170,5 @@ class ConnectionEnd:
     def destroy(self) -> None:
         """Return the buffers to the pool that connections share, and call the callback set with `on_closed`."""
         self._block.release()
-        self.closed_callback()
+        if self.closed_callback is not None:
+            self.closed_callback()

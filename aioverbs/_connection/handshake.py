@@ -157,7 +157,7 @@ class Hello:
         return cls(oldest, newest, secret, nonce)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Offer:
     """Description of one end for the other: its queue pair, sizes and capabilities.
 

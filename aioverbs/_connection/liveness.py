@@ -5,27 +5,85 @@ import asyncio
 from aioverbs._connection.control_channel import ControlChannel
 from aioverbs._connection.message_channel import MessageChannel
 from aioverbs._lifecycle.affinity import running_loop
+from aioverbs._verbs.base_domain import Domain, shared_resources_of
 from aioverbs._verbs.queue_pair import qp_work_state_of
 from aioverbs.errors import DeviceRemovedError
 
-__all__ = ["Liveness"]
+__all__ = ["Liveness", "Ticker"]
 
+_TICKS_PER_TURN = 64
 _LINGER_S = 0.02  # completions may still arrive after the report that the peer is gone
+
+
+class Ticker:
+    """Timer that the connections of an event loop with the same keep-alive time share.
+
+    :param tick_s: interval in seconds.
+    """
+
+    def __init__(self, tick_s: float) -> None:
+        self._tick_s = tick_s
+        self._loop = running_loop()
+        self._members: set[Liveness] = set()
+        self._due: list[Liveness] = []  # those that the current tick has not reached yet
+        self._timer: asyncio.Handle | None = None
+
+    def add(self, member: "Liveness") -> None:
+        """Call ``tick`` of a member at each interval."""
+        self._members.add(member)
+        if self._timer is None:
+            self._timer = self._loop.call_later(self._tick_s, self._tick)
+
+    def discard(self, member: "Liveness") -> None:
+        """Undo `add`. Without members, the timer does not run."""
+        self._members.discard(member)
+        if not self._members and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _tick(self) -> None:
+        self._due = list(self._members)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Call the next members, few in each turn of the loop, and restart the timer after the last one."""
+        try:
+            for _ in range(min(_TICKS_PER_TURN, len(self._due))):
+                self._due.pop().tick()
+        finally:
+            if self._due:
+                self._timer = self._loop.call_soon(self._go_on)
+            elif self._members:
+                self._timer = self._loop.call_later(self._tick_s, self._tick)
+            else:
+                self._timer = None
+
+
+def _ticker_of(domain: Domain, tick_s: float) -> Ticker:
+    """Return the ticker of the running loop for connections on a domain."""
+    key = "keep-alive", running_loop(), tick_s
+    found = shared_resources_of(domain).get(key)
+    if found is None:
+        found = shared_resources_of(domain)[key] = Ticker(tick_s)
+    assert isinstance(found, Ticker)
+    return found
 
 
 class Liveness:
     """Watch over the peer of a connection, which fails the message channel when the peer is lost.
 
     :param channel: message channel of the connection.
+    :param domain: domain of the connection.
     :param keep_alive_s: time in seconds after which a silent peer counts as lost; None for no limit.
     """
 
-    def __init__(self, channel: MessageChannel, keep_alive_s: float | None) -> None:
+    def __init__(self, channel: MessageChannel, domain: Domain, keep_alive_s: float | None) -> None:
         self._channel = channel
+        self._domain = domain
+        self._keep_alive_s = keep_alive_s
         self._control: ControlChannel | None = None
-        self._tick_s = keep_alive_s / 4 if keep_alive_s is not None else None
         self._loop = running_loop()
-        self._timer: asyncio.TimerHandle | None = None
+        self._ticker: Ticker | None = None
         self._last_completed = -1
 
     def watch(self, control: ControlChannel) -> None:
@@ -35,24 +93,30 @@ class Liveness:
 
     def start(self) -> None:
         """Send probes to the peer's device from now on, while the connection is idle."""
-        if self._tick_s is not None:
-            self._timer = self._loop.call_later(self._tick_s, self._tick)
+        if self._keep_alive_s is not None:
+            self._ticker = _ticker_of(self._domain, self._keep_alive_s / 4)
+            self._ticker.add(self)
 
     def stop(self) -> None:
         """Stop probing and watching."""
-        if self._timer is not None:
-            self._timer.cancel()
+        self._stop_probing()
         if self._control is not None:
             self._control.unwatch()
 
-    def _tick(self) -> None:
-        """Probe the peer's device if no send or receive has completed since the last tick, and restart the timer.
+    def _stop_probing(self) -> None:
+        ticker, self._ticker = self._ticker, None
+        if ticker is not None:
+            ticker.discard(self)
 
-        If the channel is broken or closed, neither probe nor restart the timer. If the peer is gone, the probe fails
-        within the time limit of the queue pair, and the connection breaks.
+    def tick(self) -> None:
+        """Probe the peer's device if no send or receive has completed since the last tick.
+
+        If the channel is broken or closed, stop probing. If the peer is gone, the probe fails within the time limit of
+        the queue pair, and the connection breaks.
         """
         channel = self._channel
-        if channel.broken is not None or channel.closed or self._tick_s is None:
+        if channel.broken is not None or channel.closed:
+            self._stop_probing()
             return
         work = qp_work_state_of(channel.qp)
         assert work is not None
@@ -61,7 +125,6 @@ class Liveness:
         if completed == self._last_completed:
             channel.sender.send_keepalive()
         self._last_completed = completed
-        self._timer = self._loop.call_later(self._tick_s, self._tick)
 
     def _on_lost(self, error: Exception) -> None:
         """Fail the connection because the peer or the device is gone, after receiving the peer's last messages.

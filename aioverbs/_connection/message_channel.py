@@ -1,13 +1,12 @@
 """Messages of any size over a queue pair, in both directions."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from aioverbs._connection.channel_state import ChannelState
 from aioverbs._connection.credits import Credits, max_announced
 from aioverbs._connection.message_receiver import MessageReceiver
 from aioverbs._connection.message_sender import MessageSender
-from aioverbs._connection.send_buffers import SendBuffer
 from aioverbs._connection.settings import ConnectionSettings
 from aioverbs._connection.wire import FrameKind
 from aioverbs._exports import publish
@@ -81,10 +80,12 @@ class MessageChannel(ChannelState):
         super().__init__(qp, owner)
         self._settings = settings
         self._credits: Credits | None = None
-        self.sender = MessageSender(self, _send_buffers(block, settings), block[:0])
         receives = settings.receive_depth + 1  # one more than the peer gets credits, for the handshake
-        memory = block[: receives * settings.buffer_size]
-        self.receiver = MessageReceiver(self, self.sender, memory, receives, settings.max_message, domain, on_control)
+        receive_bytes = receives * settings.buffer_size
+        self.sender = MessageSender(self, block[receive_bytes:], settings.buffer_size)
+        self.receiver = MessageReceiver(
+            self, self.sender, block[:receive_bytes], receives, settings.max_message, domain, on_control
+        )
 
     def start(self, depth: int, buffer_size: int, max_message: int, handshake_messages: int, announces: bool) -> None:
         """Set the sizes and credits from the peer's offer. From now on, messages are framed.
@@ -107,6 +108,12 @@ class MessageChannel(ChannelState):
         self.sender.start(self._credits, depth, min(buffer_size, self._settings.buffer_size), max_message)
         self.receiver.start(self._credits, handshake_messages)
 
+    def _report_end(self) -> None:
+        """Wake all that wait for a message or a credit, then do the rest."""
+        self.sender.wake_waiter()
+        self.receiver.end_inbox()
+        super()._report_end()
+
     def statistics(self) -> ConnectionStatistics:
         """Return a `ConnectionStatistics`: the numbers of messages sent and received so far, of credits available and
         not yet returned to the peer, of waits, and of messages that only returned credits. All are 0 before `start` is
@@ -115,14 +122,6 @@ class MessageChannel(ChannelState):
         credit, sender = self._credits, self.sender
         free, owed = (credit.available, credit.owed) if credit is not None else (0, 0)
         return ConnectionStatistics(sender.messages, self.receiver.messages, free, owed, sender.waits, sender.updates)
-
-
-def _send_buffers(block: LeasedBuffer, settings: ConnectionSettings) -> Iterator[SendBuffer]:
-    """Yield the send buffers of a connection, the rest of its memory."""
-    size, memory = settings.buffer_size, block.buffer
-    first = (settings.receive_depth + 1) * size
-    for start in range(first, first + settings.send_buffers * size, size):
-        yield SendBuffer(memory[start : start + size], block[start : start + size])
 
 
 publish(__name__)

@@ -78,7 +78,6 @@ class MessageReceiver:
         self._handshake_messages_left = _UNLIMITED
         self.inbox = Inbox(state.receive_queue, self._on_received, self._on_flushed)
         self._ring = ReceiveRing(self.inbox, memory, count)
-        state.when_ended(self._end_inbox)
 
     def post_receives(self) -> None:
         """Post all receives to the queue pair, which the caller has moved to INIT.
@@ -427,7 +426,7 @@ class MessageReceiver:
             return _DEFERRED
         return None
 
-    def _end_inbox(self) -> None:
+    def end_inbox(self) -> None:
         """End the inbox with the exception for later calls, and drop the incomplete message."""
         close_inbox(self.inbox, self._state.closed_error())
         self._assembly.drop()

@@ -5,7 +5,7 @@ import contextlib
 import functools
 import operator
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import anyio
 
@@ -37,7 +37,7 @@ from aioverbs.errors import (
     WorkCompletionError,
 )
 
-__all__ = ["MessageSender", "check_immediate"]
+__all__ = ["Announcement", "MessageSender", "check_immediate"]
 
 _NULL_REMOTE = RemoteRegion(0, 0, 0)
 # Length from which a message is announced. Between two processes on soft0, fragments cost both about 100 us of CPU time
@@ -48,7 +48,10 @@ _ANNOUNCED_BYTES = 384 << 10
 _OWN_REQUESTS_PER_RECEIVE = 4
 _PIECE_BYTES = 4 << 20  # of byte streams, so that the receiver can use the first bytes before the last ones arrive
 
-Announce = Callable[[list[memoryview], int | None], Awaitable[Callable[[], Awaitable[None]] | None]]
+Announcement = Awaitable[Callable[[], Awaitable[None]] | None]
+"""Awaitable that announces a message. See `Announcer.announce`."""
+
+Announce = Callable[[list[memoryview], int | None], Announcement]
 """Function that announces a message of some parts and immediate data. It returns a function to await after the lock is
 released, or None if the message has to be sent in fragments. See `Announcer.announce`."""
 
@@ -60,17 +63,16 @@ class MessageSender:
     without a payload do not make their caller wait: they are pending until there is a credit.
 
     :param state: state of the channel.
-    :param buffers: iterator over the send buffers, which makes each one when it is first needed.
-    :param empty: registered memory of 0 bytes.
+    :param memory: memory of the send buffers.
+    :param buffer_size: size of a send buffer in bytes.
     """
 
-    def __init__(self, state: ChannelState, buffers: Iterator[SendBuffer], empty: RegionSlice) -> None:
+    def __init__(self, state: ChannelState, memory: RegionSlice, buffer_size: int) -> None:
         self.messages = self.waits = self.updates = 0
         self.fragment_size = 0  # bytes of a message that fit the buffers of both ends
         self._state = state
         self._qp = state.qp
-        self._buffers = SendBuffers(buffers)
-        self._empty = empty
+        self._buffers = SendBuffers(memory, buffer_size)
         self._max_message = 0
         self._credits: Credits | None = None
         self._lock = asyncio.Lock()  # held while a message is sent in more than one step
@@ -84,7 +86,6 @@ class MessageSender:
         # requests that no user awaits; dropping one would withdraw it
         self._own_requests: deque[Operation[None]] | None = None  # None before the first one
         self._max_own_requests = 0
-        state.when_ended(self._wake)
 
     def start(self, credit: Credits, depth: int, fragment_size: int, max_message: int) -> None:
         """Begin to send framed messages, after the handshake.
@@ -274,7 +275,7 @@ class MessageSender:
         assert self._credits is not None
         self._credits.revocations = sum(self._announced.values())
         self._send_controls()
-        self._wake()
+        self.wake_waiter()
 
     def withdraw_announcement(self, number: int) -> None:
         """Send REVOKE for an announced message, with the credit reserved for that, unless the peer has answered it."""
@@ -430,7 +431,7 @@ class MessageSender:
         self._credits.add(count)
         self._send_controls()
         if self._credits.available:
-            self._wake()
+            self.wake_waiter()
 
     def _send_controls(self) -> None:
         """Send the pending control messages, as many as there are credits for. The others stay pending."""
@@ -513,7 +514,7 @@ class MessageSender:
         :raises BrokenResourceError: the queue pair is in ERR.
         :raises Exception: any other exception that `QueuePair.write` raises.
         """
-        return self._qp.write(self._empty, _NULL_REMOTE)
+        return self._qp.write(self._buffers.memory[:0], _NULL_REMOTE)
 
     def send_keepalive(self) -> None:
         """Post a probe without waiting for it. If the peer's device does not answer, the queue pair goes to ERR.
@@ -560,7 +561,7 @@ class MessageSender:
             reason = f"the peer's device does not acknowledge {len(requests)} messages that the peer has handled"
             self._state.loop.call_soon(self._state.fail, reason)  # after the caller has delivered what arrived
 
-    def _wake(self) -> None:
+    def wake_waiter(self) -> None:
         """Wake the sender that is waiting for a credit."""
         wake(self._waiter)
 

@@ -104,6 +104,9 @@ def _rounded(length: int) -> int:
 
 def recycled_memory_of(domain: Domain) -> RecycledMemory:
     """Return the memory that connections of the running loop on a domain share."""
-    found = shared_resources_of(domain.base).setdefault(("received messages", running_loop()), RecycledMemory(domain))
+    key = "received messages", running_loop()
+    found = shared_resources_of(domain.base).get(key)
+    if found is None:
+        found = shared_resources_of(domain.base).setdefault(key, RecycledMemory(domain))
     assert isinstance(found, RecycledMemory)
     return found

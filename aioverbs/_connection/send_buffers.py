@@ -1,7 +1,7 @@
 """Registered memory from which a connection sends its messages."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 from aioverbs._core.data_path.data_path import Operation, RegionSlice
@@ -27,14 +27,18 @@ class SendBuffers:
     still in the peer's CPU cache, and slow to write to. Buffers become free in the order of sending, because the sends
     of a queue pair complete in order.
 
-    :param buffers: iterator over one or more buffers, which makes each one when it is first needed: an idle connection
-        has none.
+    Each buffer is made when it is first needed: an idle connection has none.
+
+    :param memory: memory of one or more buffers.
+    :param size: size of a buffer in bytes.
     """
 
-    __slots__ = ("_awaited", "_free", "_in_flight", "_unused")
+    __slots__ = ("_awaited", "_free", "_in_flight", "_made", "_size", "memory")
 
-    def __init__(self, buffers: Iterator[SendBuffer]) -> None:
-        self._unused: Iterator[SendBuffer] | None = buffers  # None once it has ended
+    def __init__(self, memory: RegionSlice, size: int) -> None:
+        self.memory = memory
+        self._size = size
+        self._made = 0  # bytes of the memory that are buffers by now
         self._free: deque[SendBuffer] | None = None  # None before the first one, as an empty deque is not small
         # Keeps references to the operations: else one that waits for a place in the send queue would be withdrawn.
         self._in_flight: deque[tuple[Operation[None], SendBuffer]] | None = None  # None before the first one
@@ -48,11 +52,10 @@ class SendBuffers:
         in_flight = self._in_flight
         while in_flight and in_flight[0][0].ended:
             self.release(in_flight.popleft()[1])
-        if self._unused is not None:
-            buffer = next(self._unused, None)
-            if buffer is not None:
-                return buffer
-            self._unused = None
+        if (start := self._made) < self.memory.length:
+            self._made = end = start + self._size
+            memory = self.memory[start:end]
+            return SendBuffer(memory.buffer, memory)
         return self._free.popleft() if self._free else None
 
     def add_in_flight(self, buffer: SendBuffer, operation: Operation[None]) -> None:

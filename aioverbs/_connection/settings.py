@@ -47,7 +47,7 @@ class ConnectionSettings:
     buffer_size: int = 64 * 1024
     receive_depth: int = 16
     send_buffers: int = 8
-    send_depth: int = 32
+    send_depth: int = 16
     max_message: int = 1 << 30
     max_grants: int = 1024
     keep_alive_s: float | None = 30.0

@@ -19,7 +19,7 @@ __all__ = ["completion_queue_for", "lease_block", "lease_block_now", "prepare"]
 
 _SLAB_BYTES = 8 << 20  # bytes; small enough to be registered on the event loop
 _BLOCKS_PER_SLAB = 16  # at most
-_CONNECTIONS_PER_CQ = 16
+_CONNECTIONS_PER_CQ = 32
 _UNLIMITED = 1 << 30
 
 

@@ -37,8 +37,10 @@ class TcpControlChannel(asyncio.Protocol):
         self._on_lost: Callable[[Exception], object] | None = None
         self._transport: asyncio.Transport | None = None
         self._socket: socket.socket | None = None  # the transport's, for its descriptor only
-        self._addresses: dict[str, Address] = {}
-        self._closed: asyncio.Future[None] = running_loop().create_future()
+        self._addresses: tuple[Address, Address] | None = None  # local one and the peer's
+        self._loop = running_loop()
+        self._is_closed = False
+        self._closing: asyncio.Future[None] | None = None  # done when the connection is closed; made by `aclose`
         self._forks = forks.count
 
     # ---- Callbacks of the event loop
@@ -48,12 +50,12 @@ class TcpControlChannel(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
         # A TLS transport gives no information any longer once it was closed twice.
         self._socket = transport.get_extra_info("socket")
-        self._addresses = {name: transport.get_extra_info(name) for name in ("sockname", "peername")}
+        self._addresses = transport.get_extra_info("sockname"), transport.get_extra_info("peername")
         forks.keep_from_children(self)
 
     def fileno(self) -> int:
         """Return the file descriptor of the socket; -1 if the connection is closed."""
-        return self._socket.fileno() if self._socket is not None and not self._closed.done() else -1
+        return self._socket.fileno() if self._socket is not None and not self._is_closed else -1
 
     def data_received(self, data: bytes) -> None:
         """Buffer data that the peer sent for the handshake. After the handshake, fail and abort the connection instead.
@@ -76,8 +78,8 @@ class TcpControlChannel(asyncio.Protocol):
         :param exc: the cause; None if the peer or this end closed the connection normally.
         """
         self._fail(exc or BrokenResourceError("the peer closed its TCP connection"))
-        if not self._closed.done():
-            self._closed.set_result(None)
+        self._is_closed = True
+        wake(self._closing)
 
     def _fail(self, error: Exception) -> None:
         """Store the exception `error`, and report it to the caller of `receive` and the callback of `watch`. If an
@@ -137,8 +139,11 @@ class TcpControlChannel(asyncio.Protocol):
         while len(self._data) < size:
             if self.error is not None:
                 raise BrokenResourceError(f"the peer went away during the handshake: {self.error}") from self.error
-            self._waiter = running_loop().create_future()
-            await self._waiter
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
         data = bytes(self._data[:size])
         del self._data[:size]
         return data
@@ -167,7 +172,7 @@ class TcpControlChannel(asyncio.Protocol):
 
         :returns: the address, also after the end of the connection; None before the connection is made.
         """
-        return self._addresses.get(which)
+        return self._addresses[which == "peername"] if self._addresses is not None else None
 
     def abort(self) -> bool:
         """Close the connection at once, without sending buffered data. Closing twice has no effect.
@@ -189,7 +194,7 @@ class TcpControlChannel(asyncio.Protocol):
         The loop may close the socket at the same moment, and another file may get its number. Therefore this uses a
         number of its own; if no descriptor is left, nothing is done.
         """
-        if self._forks == forks.count and self._socket is not None and not self._closed.done():
+        if self._forks == forks.count and self._socket is not None and not self._is_closed:
             with contextlib.suppress(OSError), self._socket.dup() as own:
                 self._shut_down_own(own)
 
@@ -216,7 +221,7 @@ class TcpControlChannel(asyncio.Protocol):
 
         :raises OSError: the number is not that of a connected socket.
         """
-        if self._addresses == {"sockname": own.getsockname(), "peername": own.getpeername()}:
+        if self._addresses == (own.getsockname(), own.getpeername()):
             own.shutdown(socket.SHUT_RDWR)
 
     def _abandon_if_loop_gone(self) -> bool:
@@ -227,7 +232,7 @@ class TcpControlChannel(asyncio.Protocol):
         """
         if self._forks != forks.count:
             return True
-        if not self._closed.get_loop().is_closed():
+        if not self._loop.is_closed():
             return False
         self._transport = None
         self._shut_down()
@@ -238,9 +243,11 @@ class TcpControlChannel(asyncio.Protocol):
 
         If the event loop is closed, only the socket is shut down; in a forked child, nothing is done.
         """
-        if self._transport is not None and not self._closed.done() and not self._abandon_if_loop_gone():
+        if self._transport is not None and not self._is_closed and not self._abandon_if_loop_gone():
             self._transport.close()
-            done, _ = await asyncio.wait([self._closed], timeout=_CLOSE_TIMEOUT_S)
+            if self._closing is None:
+                self._closing = self._loop.create_future()
+            done, _ = await asyncio.wait([self._closing], timeout=_CLOSE_TIMEOUT_S)
             if not done:  # such as when TLS waits for the peer's close_notify
                 self._transport.abort()
 

@@ -322,6 +322,7 @@ class Acceptor:
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         """Remove a task that has ended. The peer of a task that was cancelled before it ran is counted as refused."""
         pending = self._tasks.pop(task)
+        pending.timeout = None  # it refers to the task
         pending.refuse("cancelled")  # cancelled before its first step
         self._report_idle()
 

@@ -71,7 +71,7 @@ _MODELS = {
 _LATENCY_MODELS = (MessageModel.LOW_LATENCY, MessageModel.FORCE_LOW_LATENCY)  # those that `spin_ns` applies to
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class QueueLocation:
     """Verbs objects and owner with which a domain makes its queues; returned by `queue_location_of`.
 

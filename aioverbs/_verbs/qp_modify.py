@@ -235,7 +235,12 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         :param attributes: attributes given by the caller; `access` is added to them.
         :returns: pairs of a state to move to and its attributes, in order.
         """
-        found = self.query().qp_state
+        return self._plan_connect_from(self.query().qp_state, remote, access, attributes)
+
+    def _plan_connect_from(
+        self, found: QpState, remote: Endpoint, access: AccessFlags | None, attributes: QpAttrs
+    ) -> list[tuple[QpState, QpAttrs]]:
+        """Do the work of `_plan_connect` for a queue pair that was found in a state."""
         if access is not None:
             if "qp_access_flags" in attributes:
                 raise TypeError("`access` and `qp_access_flags` set the same attribute: give one of them")
@@ -591,11 +596,11 @@ def init_new(qp: Connectable, access: AccessFlags) -> None:
 async def establish_cancellable(qp: Connectable, remote: Endpoint, attributes: QpAttrs) -> None:
     """Connect a queue pair as `Connectable.establish` does, but raise a cancellation immediately.
 
-    This is for callers with a deadline. If a helper thread is inside a verb when the cancellation is raised, that verb
-    ends later, and `is_modify_pending` returns True for the queue pair until it has ended. This raises the exceptions
-    that `Connectable.establish` lists.
+    The queue pair is in the state of its `Connectable.qp_state`, which is not queried. If a helper thread is inside a
+    verb when the cancellation is raised, that verb ends later, and `is_modify_pending` returns True for the queue pair
+    until it has ended. This raises the exceptions that `Connectable.establish` lists.
     """
-    await qp._run_plan_cancellable(qp._plan_connect(remote, None, attributes), remote)
+    await qp._run_plan_cancellable(qp._plan_connect_from(qp.qp_state, remote, None, attributes), remote)
 
 
 async def move_cancellable(qp: Connectable, state: QpState, attributes: QpAttrs) -> None:

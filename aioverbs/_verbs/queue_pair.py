@@ -307,7 +307,7 @@ class QueuePair(Connectable, QueuePairVerbs):
             chains=self._send_cq is not None and self._send_cq.message_model is MessageModel.HIGH_BANDWIDTH,
             most_bytes=handle.context.max_message(self._port),
             read_sge=handle.context.attributes.max_sge_rd or 0xFFFFFFFF,  # some devices report no limit
-            make_scratch=lambda size: _scratch(lifecycle, location, size),
+            make_scratch=functools.partial(_scratch, lifecycle, location),
         )
         flusher.begin(handle, work)
         self._work = work

@@ -1,7 +1,6 @@
 """Resource domains: a thread domain, a parent domain and a protection domain in one."""
 
 from collections.abc import Callable, Coroutine
-from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar, overload
 
 from aioverbs._core.handles import handles
@@ -135,7 +134,8 @@ class ResourceDomain(InterchangeableDomain):
         return self._parent
 
     def _queue_location(self) -> QueueLocation:
-        return replace(self.parent._queue_location(), message_model=self.message_model)
+        found = self.parent._queue_location()
+        return QueueLocation(found.pd, found.base, found.owner, found.native, self.message_model)
 
     @property
     def native(self) -> bool:

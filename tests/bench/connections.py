@@ -82,7 +82,6 @@ async def idle(count: int) -> Result:
         open_device("soft0") as device,
         device.resource_domain() as domain,
         listen(HOST, domain=domain) as listener,
-        contextlib.AsyncExitStack() as stack,
     ):
 
         async def connect_one() -> tuple[Connection, Connection]:
@@ -93,19 +92,20 @@ async def idle(count: int) -> Result:
                 await end.aclose()
         gc.collect()
         before = _resident()
-        for _ in range(count):
-            for end in await connect_one():
-                stack.callback(end.abort)
+        kept = [end for _ in range(count) for end in await connect_one()]
         gc.collect()
         idle_bytes = _resident() - before
         for _ in range(10 * count):
             for end in await connect_one():
                 await end.aclose()
         gc.collect()
+        left_bytes = _resident() - before
+        for end in kept:
+            end.abort()
         figures = {
             "kib_per_end": idle_bytes / (2 * count) / 1024,
             "mib": idle_bytes / (1 << 20),
-            "mib_after_10_times_more": (_resident() - before) / (1 << 20),
+            "mib_after_10_times_more": left_bytes / (1 << 20),
         }
         return Result(f"connections_idle_{count}", figures, {"kib_per_end": Limit(at_most=16)})
 

@@ -71,8 +71,9 @@ CHECK_TOLERANCE = 8
 # reads a frame takes its event at once, without a call that tells it.
 MESSAGE_BY_SOCKET = {"epoll_wait": (321, 320), "recvfrom": (703, 703), "sendmsg": (256, 256)}
 
-# The same: each wakes the other one by a doorbell, which it reads. tests/native/test_ring_calls.c counts the calls to a
-# peer that polls, which are none.
+# The same: each wakes the other one by a doorbell, which it reads. The threads of the devices are held while they
+# sleep; where they see that the loop polls, an answer has no doorbell of its own (tests/native/test_ring_answers.c).
+# tests/native/test_ring_calls.c counts the calls to a peer that polls, which are none.
 MESSAGE_BY_RINGS = {
     "epoll_wait": (143, 143),
     "read": (128, 128),

@@ -13,7 +13,7 @@ from typing import Literal
 
 import pytest
 
-Kind = Literal["load", "store", "exchange", "fence", "ring", "sleep"]
+Kind = Literal["load", "store", "exchange", "fence", "ring", "drain", "sleep"]
 Memory = Mapping[str, int]
 
 
@@ -21,10 +21,11 @@ Memory = Mapping[str, int]
 class Step:
     """A step of a program.
 
-    :param variable: what a load, store or exchange accesses; the doorbell of ``ring`` and ``sleep``.
+    :param variable: what a load, store or exchange accesses; the doorbell of ``ring``, ``drain``, which reads it, and
+        ``sleep``, which waits for it and reads it.
     :param value: what is stored.
     :param result: name of the value that is loaded.
-    :param condition: the step is skipped unless this earlier result has the given value.
+    :param condition: the step is skipped unless this earlier result has the given value, or that of another result.
     :param order: "acquire" or "release", or "" for none.
     """
 
@@ -32,7 +33,7 @@ class Step:
     variable: str = ""
     value: int = 0
     result: str = ""
-    condition: tuple[str, int] | None = None
+    condition: tuple[str, int | str] | None = None
     order: str = ""
 
 
@@ -43,9 +44,9 @@ def may_pass(later: Step, earlier: Step) -> bool:
         or later.variable == earlier.variable
         or earlier.order == "acquire"
         or later.order == "release"
-        or earlier.kind == "sleep"  # system calls order what is before a ring, and what is behind a sleep
-        or later.kind in ("ring", "sleep")
-        or (later.condition is not None and later.condition[0] == earlier.result)
+        or earlier.kind in ("drain", "sleep")  # system calls order what is before a ring, and what is behind a sleep
+        or later.kind in ("ring", "drain", "sleep")
+        or (later.condition is not None and earlier.result in later.condition)
     )
 
 
@@ -58,15 +59,25 @@ class State:
     done: tuple[frozenset[int], ...]
 
 
+def is_due(step: Step, results: Memory) -> bool:
+    """Return whether the condition of a step holds."""
+    if step.condition is None:
+        return True
+    name, value = step.condition
+    return results.get(name, 0) == (results.get(value, 0) if isinstance(value, str) else value)
+
+
 def executed(state: State, thread: int, index: int, step: Step) -> State | None:
     """Return the state after a step; None if the step cannot be executed yet."""
     memory, results = dict(state.memory), dict(state.results)
     done = tuple(each | {index} if at == thread else each for at, each in enumerate(state.done))
-    if step.condition is None or results.get(step.condition[0], 0) == step.condition[1]:
+    if is_due(step, results):
         before = memory.get(step.variable, 0)
         if step.kind == "sleep":
             if not before:
                 return None
+            memory[step.variable] = 0
+        elif step.kind == "drain":
             memory[step.variable] = 0
         elif step.kind == "ring":
             memory[step.variable] = 1
@@ -87,9 +98,9 @@ def next_states(programs: tuple[tuple[Step, ...], ...], state: State) -> Iterato
                     yield after
 
 
-def ends(*programs: tuple[Step, ...]) -> list[tuple[dict[str, int], bool]]:
+def ends(*programs: tuple[Step, ...], memory: Memory | None = None) -> list[tuple[dict[str, int], bool]]:
     """Explore all executions; return the results of each end, and whether all programs were over."""
-    start = State((), (), tuple(frozenset() for _ in programs))
+    start = State(tuple(sorted((memory or {}).items())), (), tuple(frozenset() for _ in programs))
     seen, stack, found = {start}, [start], []
     while stack:
         state = stack.pop()
@@ -230,3 +241,73 @@ def test_a_full_ring_that_is_noted_too_late_is_found() -> None:
     noted_last = (*ASKING[1:], ASKING[0])
     assert stays_full(noted_last, SLEEPING)
     assert stays_full(without(ASKING, 2), SLEEPING)
+
+
+# ---- One doorbell for an answer and a message ----------------------------------------------------------------------
+
+# Ring "answer" is that of the served stream, ring "message" that of the link (soft/fabric/shared_rings.h). The peer
+# waits for bytes in both.
+ARMED = {"wants answer": 1, "wants message": 1}
+
+# One thread answers, owes the doorbell, and pays later.
+OWING = (
+    Step("store", "answer", 1, order="release"),
+    Step("fence"),
+    Step("load", "count", result="owed at"),
+    Step("load", "count", result="count"),
+    Step("load", "wants answer", result="unpaid", condition=("count", "owed at")),
+    Step("exchange", "wants answer", 0, result="taken", condition=("unpaid", 1)),
+    Step("ring", "bell", condition=("taken", 1)),
+)
+# Another one, or the same one, sends a message.
+SENDING = (
+    Step("store", "message", 1, order="release"),
+    Step("fence"),
+    Step("load", "wants message", result="wanted"),
+    Step("exchange", "wants message", 0, result="counted", condition=("wanted", 1)),
+    Step("store", "count", 1, condition=("counted", 1)),
+    Step("ring", "bell", condition=("counted", 1)),
+)
+# Whichever doorbell wakes the peer, it looks whether there is an answer. If not, the stream of the answer is still
+# armed, and the peer sleeps again.
+LOOKING = (
+    Step("sleep", "bell", condition=("answer", 0)),
+    Step("load", "answer", result="answer", condition=("answer", 0)),
+)
+ASLEEP = LOOKING + LOOKING[:1]
+# A peer that is awake sees the message first, and reads its doorbell before it sleeps, if that has come by then.
+AWAKE = (
+    Step("load", "message", result="message", order="acquire"),
+    Step("exchange", "wants message", 0, condition=("message", 1)),
+    Step("drain", "bell", result="drained", condition=("message", 1)),
+    Step("load", "answer", result="answer", condition=("drained", 1)),
+    Step("store", "wants message", 1),
+    Step("fence"),
+    *ASLEEP,
+)
+
+
+def misses_answer(
+    owing: tuple[Step, ...] = OWING, sending: tuple[Step, ...] = SENDING, peer: tuple[Step, ...] = ASLEEP
+) -> bool:
+    """Return whether the peer may sleep for ever, although there is an answer."""
+    return not all(over for _, over in ends(owing, sending, peer, memory=ARMED))
+
+
+@pytest.mark.parametrize("peer", [ASLEEP, AWAKE], ids=["asleep", "awake"])
+def test_a_message_pays_for_an_answer(peer: tuple[Step, ...]) -> None:
+    assert not misses_answer(peer=peer)
+    one_doorbell = [results for results, _ in ends(OWING[:3] + SENDING + OWING[3:], peer, memory=ARMED)]
+    assert all(not results.get("taken") for results in one_doorbell if results.get("counted"))
+    assert any(results.get("counted") for results in one_doorbell)
+
+
+def test_an_answer_pays_for_itself_without_a_message() -> None:
+    assert not misses_answer(sending=())
+
+
+def test_a_missing_step_between_answer_and_message_is_found() -> None:
+    assert misses_answer(owing=without(OWING, 1))
+    counted_last = (*SENDING[:4], SENDING[5], SENDING[4])
+    assert misses_answer(sending=counted_last)
+    assert misses_answer(peer=tuple(step for step in AWAKE if step.condition != ("drained", 1)))

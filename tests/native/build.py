@@ -31,6 +31,7 @@ CALLS += ["open", "setsockopt", "madvise"]
 WRAPPED = {
     "test_locks": LOCKS,
     "test_page_size": ["sysconf", "mmap", "munmap", "madvise", "msync"],
+    "test_ring_answers": ["poll"],
     "test_ring_calls": CALLS,
 }
 

@@ -68,6 +68,17 @@ static struct soft_link *link_make(struct soft_fabric *fabric, const union ibv_g
     return link;
 }
 
+struct soft_link *soft_link_find(struct soft_fabric *fabric, const union ibv_gid *gid)
+{
+    struct soft_link *link;
+
+    assert_held(&fabric->progress);
+    soft_mutex_take(&fabric->links);
+    link = link_find(fabric, gid);
+    soft_mutex_give(&fabric->links);
+    return link;
+}
+
 struct soft_link *soft_link_get(struct soft_device *device, const union ibv_gid *remote)
 {
     struct soft_fabric *fabric = device->fabric;

@@ -14,6 +14,8 @@ void soft_links_connect(struct soft_fabric *fabric);
 void soft_link_connected(struct soft_link *link); /* the socket connected, or failed to */
 void soft_link_opened(struct soft_link *link);    /* the handshake succeeded */
 void soft_links_sweep(struct soft_fabric *fabric, uint64_t now);
+/* Return the link to a remote GID, or NULL; it stays as long as progress is held. */
+struct soft_link *soft_link_find(struct soft_fabric *fabric, const union ibv_gid *gid);
 
 /* Revoke all copy tokens, and wait until no peer copies any more, SOFT_COPY_TIMEOUT_NS at most. The fabric is halted
  * and all streams are closed. Under setup, which keeps links from being freed. */

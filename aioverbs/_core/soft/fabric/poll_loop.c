@@ -7,6 +7,7 @@
 #define _GNU_SOURCE
 #include "soft/fabric/poll_loop.h"
 
+#include <assert.h>
 #include <poll.h>
 #include <sys/eventfd.h>
 #include <sys/prctl.h>
@@ -282,6 +283,7 @@ static void arm_for_sleep(struct soft_fabric *fabric)
     bool something = true;
 
     if (soft_mutex_try(&fabric->progress)) {
+        soft_stream_send_deferred(fabric);
         something = atomic_load_explicit(&fabric->active, memory_order_relaxed) && soft_rings_arm(fabric);
         soft_mutex_give(&fabric->progress);
     }
@@ -399,6 +401,7 @@ static bool prepare_to_sleep(struct soft_fabric *fabric, uint32_t *closes)
     bool something;
 
     soft_mutex_take(&fabric->progress);
+    assert(!atomic_load(&fabric->deferred)); /* no thread defers any more since this one does not yield */
     something = soft_rings_arm(fabric);
     *closes = fabric->closes;
     soft_mutex_give(&fabric->progress);

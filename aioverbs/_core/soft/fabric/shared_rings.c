@@ -2,6 +2,7 @@
 #define _GNU_SOURCE
 #include "soft/fabric/shared_rings.h"
 
+#include <assert.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
@@ -15,6 +16,7 @@
 #include "soft/base/memfd.h"
 #include "soft/base/settings.h"
 #include "soft/fabric/handshake_wire.h"
+#include "soft/fabric/link.h"
 #include "soft/fabric/ring.h"
 #include "soft/fabric/stream.h"
 #include "soft/fabric/stream_rx.h"
@@ -264,9 +266,50 @@ void soft_rings_notify(struct soft_stream *stream, uint32_t what)
 {
     uint32_t taken = soft_ring_answer(stream->ring_out.peer, what);
 
+    if (!taken)
+        return;
+    atomic_fetch_add(&stream->doorbells, 1); /* before it is sent: soft_rings_pay() relies on that */
     /* A socket that is full has enough doorbells. One that has ended needs none, and any other error may pass. */
-    if (taken && send(stream->watch.fd, "", 1, MSG_DONTWAIT | MSG_NOSIGNAL) < 0 && errno != EAGAIN)
+    if (send(stream->watch.fd, "", 1, MSG_DONTWAIT | MSG_NOSIGNAL) < 0 && errno != EAGAIN)
         soft_ring_want(stream->ring_out.peer, taken);
+}
+
+struct soft_stream *soft_rings_find_payer(const struct soft_stream *served)
+{
+    struct soft_link *link;
+    unsigned int i;
+
+    assert_held(&served->fabric->progress);
+    if (!soft_stream_uses_rings(served) ||
+        !(atomic_load_explicit(&served->ring_out.peer->wants, memory_order_relaxed) & SOFT_WANTS_BYTES))
+        return NULL;
+    for (i = 0; i < 2; i++) {
+        link = soft_link_find(served->fabric, &served->peer[i]);
+        /* Of two processes that had the same GIDs, one after the other, only one reads the doorbell. */
+        if (link && soft_stream_uses_rings(&link->stream) && link->stream.pid == served->pid)
+            return &link->stream;
+    }
+    return NULL;
+}
+
+void soft_rings_owe(struct soft_stream *served, struct soft_stream *payer)
+{
+    assert_held(&served->fabric->progress);
+    assert(!served->is_link && payer->is_link && payer->fabric == served->fabric);
+    atomic_thread_fence(memory_order_seq_cst);
+    served->payer = payer;
+    served->owed_at = atomic_load(&payer->doorbells);
+}
+
+void soft_rings_pay(struct soft_stream *served)
+{
+    assert_held(&served->fabric->progress);
+    if (!served->payer)
+        return;
+    assert(soft_stream_uses_rings(served) && soft_stream_uses_rings(served->payer));
+    if (served->owed_at == atomic_load(&served->payer->doorbells))
+        soft_rings_notify(served, SOFT_WANTS_BYTES);
+    served->payer = NULL;
 }
 
 /* The consumer wakes this side with its next store that leaves SOFT_RING_ROOM; or that was before, and is seen here.
@@ -306,6 +349,19 @@ void soft_rings_disarm(struct soft_stream *stream)
         return;
     unwant_bytes(stream);
     set_armed(stream, false);
+}
+
+void soft_rings_look_aside(struct soft_stream *served)
+{
+    struct soft_link *link;
+    unsigned int i;
+
+    assert_held(&served->fabric->progress);
+    for (i = 0; i < 2; i++) {
+        link = soft_link_find(served->fabric, &served->peer[i]);
+        if (link && soft_stream_uses_rings(&link->stream) && soft_ring_has_news(&link->stream.ring_in))
+            soft_rings_disarm(&link->stream);
+    }
 }
 
 /* Return whether the stream needs a turn, whatever its peer does. */
@@ -348,13 +404,13 @@ static void want_bytes(struct soft_stream *stream)
 }
 
 /* Arm a stream that has asked for a doorbell, unless it has something to handle: it needs a turn, there is room for
- * what waits, or its peer has written meanwhile. Return whether it has. Another thread may have broken it since it
- * asked: that is reported by epoll. */
+ * what waits, or its peer has written meanwhile, or so before it could ask (soft_rings_look_aside). Return whether it
+ * has. Another thread may have broken it since it asked: that is reported by epoll. */
 static bool look_again(struct soft_stream *stream)
 {
     bool room = want_room_again(stream); /* also because a doorbell for room may have been drained */
 
-    if (!room && !needs_turn(stream) && !(stream->wants_bytes && soft_ring_has_news(&stream->ring_in))) {
+    if (!room && !needs_turn(stream) && !(waits_for_bytes(stream) && soft_ring_has_news(&stream->ring_in))) {
         set_armed(stream, true);
         return false;
     }

@@ -19,7 +19,36 @@
  * hear of a doorbell. If there are many, it looks at those of streams that are not armed, and arms the ones that are
  * idle: it hears of them when it looks at the sockets, as of streams that have no rings.
  *
- * A thread that arms a stream looks at its ring once more. All under progress, unless noted otherwise. */
+ * A thread that arms a stream looks at its ring once more. All under progress, unless noted otherwise.
+ *
+ * One doorbell for an answer and a message. A thread that reads a message of a peer that sleeps answers it, and mostly
+ * has a message sent to the same peer soon after. The answer goes through the ring of the served stream, the message
+ * through that of a link; each has `wants` and a socket of its own. To wake the peer once, the thread that reads writes
+ * the answer without a doorbell, which is owed, and the next doorbell of the link pays for it:
+ *
+ *   this side                                        the peer
+ *   1. write the answer, store `tail` (served)       1. read a doorbell of the stream that it serves
+ *   2. fence                                         2. look at the rings of its links to this side: disarm those
+ *   3. owe: note the link's count of doorbells          that have news
+ *   4. pay: if the count is the same, look at        3. handle what is there, or arm again and sleep
+ *      `wants` (served) as ever, and ring
+ *   any thread that writes to the link:
+ *   a. look at `wants` (link); if it is set, clear
+ *      it, count a doorbell, and ring
+ *
+ * If the count in step 4 is another one than in step 3, the doorbell of step a was counted, and so sent, behind the
+ * fence of step 2: the peer, which reads it after that, sees the answer in its step 2, whichever of its threads reads,
+ * and although the stream of the answer stays armed. If the count is the same, step 4 is the one that follows any store
+ * of an index, only later. So the peer hears of the answer, and no later than step 4:
+ *
+ * - only a thread that reads owes, under progress, while the fabric thread yields (soft_stream_send_deferred). Under
+ *   progress, too, it pays with its next poll, which the event loop makes behind the tasks that it wakes, and before it
+ *   sleeps. If it does neither, the fabric thread pays when it stops yielding, YIELD_MS after it began at most;
+ * - a stream that is closed, for whatever reason, pays what is owed by all of them before: links that pay are open;
+ * - if this process dies, the peer handles what is in the ring when the socket ends.
+ *
+ * Both sides find the stream in the other direction by the GIDs that all streams between two devices have in common.
+ * tests/fabric/test_ring_model.py explores all orders of these steps. */
 #ifndef AIOVERBS_SOFT_FABRIC_SHARED_RINGS_H
 #define AIOVERBS_SOFT_FABRIC_SHARED_RINGS_H
 
@@ -56,6 +85,16 @@ void soft_rings_unmap(struct soft_stream *stream);
  * looks by itself, with its next sweep. */
 void soft_rings_notify(struct soft_stream *stream, uint32_t what);
 
+/* Return the link whose next doorbell pays for an answer to the peer of a served stream; NULL if there is none, or the
+ * peer does not sleep. */
+struct soft_stream *soft_rings_find_payer(const struct soft_stream *served);
+
+/* Owe the doorbell for answers that were just published. */
+void soft_rings_owe(struct soft_stream *served, struct soft_stream *payer);
+
+/* Have the peer woken if a doorbell is owed that was not paid for. */
+void soft_rings_pay(struct soft_stream *served);
+
 /* Have this side woken when there is room in the ring, which is `starved` until the caller has sent what is queued.
  * Under tx. Return whether there is room already. */
 bool soft_rings_want_room(struct soft_stream *stream);
@@ -64,6 +103,9 @@ bool soft_rings_want_room(struct soft_stream *stream);
 
 /* The peer need not ring for bytes: this thread looks at the ring by itself. */
 void soft_rings_disarm(struct soft_stream *stream);
+
+/* A doorbell came on this stream, and stands for answers in the rings of links to the same peer, too: look at these. */
+void soft_rings_look_aside(struct soft_stream *served);
 
 /* Arm all streams. Return whether one of them has something to handle: it is not armed then. */
 bool soft_rings_arm(struct soft_fabric *fabric);

@@ -22,6 +22,7 @@
 #include "soft/fabric/link.h"
 #include "soft/fabric/read_cache.h"
 #include "soft/fabric/shared_rings.h"
+#include "soft/fabric/stream_rx.h"
 #include "soft/objects/device.h"
 
 /* ---- Beginning ----------------------------------------------------------------------------------------------- */
@@ -182,6 +183,7 @@ void soft_stream_close(struct soft_stream *stream, enum soft_end end, const char
     int fd = stream->watch.fd;
 
     assert_held(&stream->fabric->progress);
+    soft_stream_send_deferred(fabric); /* this stream may owe a doorbell, or pay for one */
     soft_fabric_record_end(fabric, end, stream->peer[0].raw, reason);
     snprintf(stream->reason, sizeof(stream->reason), "%s", reason);
     *stream->place = stream->next;
@@ -192,8 +194,6 @@ void soft_stream_close(struct soft_stream *stream, enum soft_end end, const char
     fabric->closes++;
     if (fabric->hot == stream)
         fabric->hot = NULL;
-    if (atomic_load(&fabric->deferred) == stream)
-        atomic_store(&fabric->deferred, NULL);
     soft_handshake_count(stream, SOFT_CLOSED);
     atomic_store(&stream->direct, false);
     stream->has_read_cache = false;
@@ -270,7 +270,7 @@ void soft_stream_break(struct soft_stream *stream)
     shutdown(stream->watch.fd, SHUT_RDWR);
 }
 
-/* Write as many bytes as the ring takes. Return their number, or -1 if the stream is broken. */
+/* Write as many bytes as the ring takes, without a doorbell. Return their number, or -1 if the stream is broken. */
 static ssize_t try_write(struct soft_stream *stream, const struct iovec *pieces, unsigned int count)
 {
     int32_t written = soft_ring_write(&stream->ring_out, pieces, count);
@@ -278,12 +278,10 @@ static ssize_t try_write(struct soft_stream *stream, const struct iovec *pieces,
     assert_held(&stream->tx);
     if (written < 0) /* no honest peer writes such an index */
         soft_stream_break(stream);
-    else if (written)
-        soft_rings_notify(stream, SOFT_WANTS_BYTES);
     return written;
 }
 
-/* Send as many bytes as the socket takes. Return their number, or -1 if the stream is broken. */
+/* The same for the socket of a stream that has no rings. */
 static ssize_t try_send(struct soft_stream *stream, struct iovec *pieces, unsigned int count)
 {
     struct msghdr message = {.msg_iov = pieces, .msg_iovlen = count};
@@ -301,6 +299,14 @@ static ssize_t try_send(struct soft_stream *stream, struct iovec *pieces, unsign
         return 0;
     soft_stream_break(stream);
     return -1;
+}
+
+/* Have the peer woken for bytes that were sent. A socket does that by itself. */
+static void wake_reader(struct soft_stream *stream)
+{
+    assert_held(&stream->tx);
+    if (stream->ring_out.data)
+        soft_rings_notify(stream, SOFT_WANTS_BYTES);
 }
 
 /* Queue the bytes of the pieces that were not sent; there is room for them. */
@@ -330,25 +336,34 @@ static void end_starving(struct soft_stream *stream)
     atomic_store_explicit(&stream->starved, false, memory_order_relaxed);
 }
 
-void soft_stream_flush(struct soft_stream *stream)
+bool soft_stream_flush_silently(struct soft_stream *stream)
 {
+    uint64_t before = stream->bytes_out;
+
     assert_held(&stream->tx);
     if (!soft_stream_pending(stream) || stream->broken)
-        return;
+        return false;
     do {
         struct iovec rest = {stream->out + stream->out_begin, soft_stream_pending(stream)};
         ssize_t sent = try_send(stream, &rest, 1);
 
         if (sent < 0)
-            return;
+            return false;
         stream->bytes_out += (uint64_t)sent;
         stream->out_begin += (uint32_t)sent;
         stream->blocked = stream->out_begin != stream->out_end;
     } while (stream->blocked && stream->ring_out.data && soft_rings_want_room(stream));
-    if (stream->blocked)
-        return;
-    stream->out_begin = stream->out_end = 0;
-    end_starving(stream);
+    if (!stream->blocked) {
+        stream->out_begin = stream->out_end = 0;
+        end_starving(stream);
+    }
+    return stream->bytes_out != before;
+}
+
+void soft_stream_flush(struct soft_stream *stream)
+{
+    if (soft_stream_flush_silently(stream))
+        wake_reader(stream);
 }
 
 int soft_stream_write(struct soft_stream *stream, const struct soft_frame *frame, const struct iovec *data,
@@ -370,6 +385,8 @@ int soft_stream_write(struct soft_stream *stream, const struct soft_frame *frame
         sent = try_send(stream, pieces, 1 + count);
     if (sent < 0)
         return EPIPE;
+    if (sent)
+        wake_reader(stream);
     stream->frames_out++;
     stream->bytes_out += (uint64_t)sent;
     if ((size_t)sent < sizeof(header) + frame->size) {

@@ -123,7 +123,15 @@ struct soft_stream {
     bool wants_bytes;    /* it was asked to ring when it writes bytes */
     bool rung;           /* it has rung, or is about to: the socket gets a byte that is of no use any more */
     uint32_t idle_looks; /* looks at the ring that found nothing in a row, while there were many such streams */
-    char reason[96];     /* progress: why the stream last ended */
+    /* Progress: link whose next doorbell is also for answers in the ring, or NULL; its `doorbells` when these were
+     * written. */
+    struct soft_stream *payer;
+    uint32_t owed_at;
+    atomic_uint doorbells; /* doorbells to the peer, counted before each is sent; read anywhere */
+    /* Progress, like the next one: list of fabric->deferred. */
+    struct soft_stream *next_deferred;
+    bool is_deferred;
+    char reason[96]; /* progress: why the stream last ended */
     /* served: progress; links: both. pidfd of the peer's process, or -1; a link keeps it until the next connection */
     int pidfd;
     struct soft_copy_token_page
@@ -211,7 +219,7 @@ struct soft_fabric {
      * one of these to look at, or NULL for the first. */
     struct soft_stream *armed_rings, *unarmed_rings, *next_unarmed;
     uint32_t ring_count, unarmed; /* number of all of them; of those that are not armed */
-    /* Written under progress: stream with queued answers, see soft_stream_send_deferred. */
+    /* Written under progress: list of streams with deferred answers, see soft_stream_send_deferred. */
     struct soft_stream *_Atomic deferred;
     uint32_t hot_polls;
     uint32_t stream_count, handshakes;
@@ -272,8 +280,13 @@ void soft_stream_drop_received(struct soft_stream *stream);
 /* Shut the connection down. Under tx. The thread that reads notices, and closes the stream. */
 void soft_stream_break(struct soft_stream *stream);
 
-/* Send queued bytes as far as the socket takes them; update the events that epoll watches. Under tx. */
+/* Send queued bytes as far as the socket or the ring takes them. Under tx. */
 void soft_stream_flush(struct soft_stream *stream);
+
+/* The same without the doorbell, which the caller sends. Return whether bytes were sent. */
+bool soft_stream_flush_silently(struct soft_stream *stream);
+
+/* Update the events that epoll watches. Under tx. */
 void soft_stream_watch(struct soft_stream *stream);
 
 /* Return whether frames go through rings. Under progress. */

@@ -216,13 +216,29 @@ static void send_answers(struct soft_stream *stream)
 
 void soft_stream_send_deferred(struct soft_fabric *fabric)
 {
-    struct soft_stream *stream = atomic_load(&fabric->deferred);
+    struct soft_stream *stream;
 
     assert_held(&fabric->progress);
-    if (!stream)
+    while ((stream = atomic_load(&fabric->deferred))) {
+        atomic_store(&fabric->deferred, stream->next_deferred);
+        stream->is_deferred = false;
+        send_answers(stream);
+        soft_rings_pay(stream);
+    }
+}
+
+/* Write the answers to a ring whose reader sleeps, and owe the doorbell, if another one may pay for it. */
+static void answer_silently(struct soft_stream *stream)
+{
+    struct soft_stream *payer = soft_rings_find_payer(stream);
+
+    if (!payer)
         return;
-    atomic_store(&fabric->deferred, NULL);
-    send_answers(stream);
+    soft_mutex_take(&stream->tx);
+    if (!stream->blocked && soft_stream_flush_silently(stream))
+        soft_rings_owe(stream, payer);
+    soft_stream_watch(stream);
+    soft_mutex_give(&stream->tx);
 }
 
 /* Defer the answers of the stream to the next soft_stream_send_deferred(). The fabric thread clears `thread_yields`
@@ -231,9 +247,12 @@ static void defer_answers(struct soft_stream *stream)
 {
     struct soft_fabric *fabric = stream->fabric;
 
-    if (atomic_load(&fabric->deferred) != stream)
-        soft_stream_send_deferred(fabric);
-    atomic_store(&fabric->deferred, stream);
+    answer_silently(stream);
+    if (!stream->is_deferred) {
+        stream->is_deferred = true;
+        stream->next_deferred = atomic_load(&fabric->deferred);
+        atomic_store(&fabric->deferred, stream);
+    }
     if (!atomic_load(&fabric->thread_yields))
         soft_stream_send_deferred(fabric);
 }
@@ -406,6 +425,8 @@ static ssize_t receive_bytes(struct soft_stream *stream, bool *some)
         got = receive(stream);
         *some |= got > 0;
     } while (got > 0 && stream->rights == SOFT_RIGHTS_DRAIN && !stream->refusal && ++reads < DRAIN_READS);
+    if (*some && !stream->is_link)
+        soft_rings_look_aside(stream);
     return got;
 }
 

@@ -20,7 +20,8 @@ bool soft_stream_receive_ring(struct soft_stream *stream);
 void soft_stream_drain_doorbells(struct soft_stream *stream);
 
 /* Send deferred answers, if there are any. Answers to messages are not urgent for a thread that polls: its own next
- * message is sent first, and the answers when it finds nothing more to do, or stops polling. Answers are deferred only
+ * message is sent first, and the answers when it finds nothing more to do, or stops polling. If the peer sleeps, the
+ * doorbell for that message is also the one for the answers (soft/fabric/shared_rings.h). Answers are deferred only
  * while the fabric thread yields, which comes back within YIELD_MS and sends them. */
 void soft_stream_send_deferred(struct soft_fabric *fabric);
 

@@ -168,7 +168,7 @@ static void a_reply(void)
         CHECK_EQ(payer_of_b() == link_of_b, true);
         sender_want(&from_b, IBV_WR_SEND, 1, 64);
         EVENTUALLY(a->responses == sent && a->requests == replies + i);
-        soft_fabric_poll(&b->device, false);
+        soft_fabric_poll(&b->device, true);
         CHECK(!payer_of_b());
         CHECK_EQ(served->doorbells, answers);
         CHECK_EQ(link_of_b->doorbells, messages + i);
@@ -176,10 +176,10 @@ static void a_reply(void)
     finish(true);
 }
 
-/* Without one, the next poll pays, and until then the peer sleeps on. */
-static void a_poll(void)
+/* Without one, some polls pay, and until then the peer sleeps on: a task may poll before it replies. */
+static void polls(void)
 {
-    unsigned int i, answers;
+    unsigned int i, j, answers;
 
     open_nodes();
     begin(true);
@@ -187,6 +187,8 @@ static void a_poll(void)
     for (i = 1; i <= 20; i++) {
         EVENTUALLY(sleeps(a));
         read_message();
+        for (j = 0; j < 16; j++)
+            soft_fabric_poll(&b->device, false);
         CHECK_EQ(served->doorbells, answers + i - 1);
         CHECK(sleeps(a));
         soft_fabric_poll(&b->device, false);
@@ -277,7 +279,7 @@ static void an_answer_behind_the_reply(void)
     CHECK(soft_stream_receive_ring(served)); /* a poll would pay before */
     CHECK_EQ(served->payer == link_of_b && served->owed_at == messages + 1, true);
     soft_mutex_give(&b->device.fabric->progress);
-    soft_fabric_poll(&b->device, false);
+    soft_fabric_poll(&b->device, true);
     CHECK_EQ(link_of_b->doorbells, messages + 1);
     CHECK_EQ(served->doorbells, answers + 1);
     atomic_store(&over, true);
@@ -392,7 +394,7 @@ static void a_fork(void)
         _exit(0);
     CHECK_EQ(waitpid(child, NULL, 0), child);
     CHECK_EQ(payer_of_b() == link_of_b, true);
-    soft_fabric_poll(&b->device, false);
+    soft_fabric_poll(&b->device, true); /* as a loop that wakes up */
     EVENTUALLY(a->responses == sent);
     finish(true);
 }
@@ -529,7 +531,7 @@ static void messages_of_another_thread(void)
     finish(true);
 }
 
-CHECK_MAIN_ONCE(CASE(a_reply), CASE(a_poll), CASE(a_poll_without_a_link), CASE(a_thread_that_falls_asleep),
+CHECK_MAIN_ONCE(CASE(a_reply), CASE(polls), CASE(a_poll_without_a_link), CASE(a_thread_that_falls_asleep),
                 CASE(the_fabric_thread), CASE(an_answer_behind_the_reply), CASE(a_peer_with_many_streams),
                 CASE(a_doorbell_that_is_read_late), CASE(a_device_that_closes), CASE(a_link_that_is_freed),
                 CASE(a_fork), CASE(a_process_that_is_killed), CASE(messages_of_another_thread))

@@ -267,7 +267,10 @@ bool soft_fabric_poll(struct soft_device *device, bool all)
     if (!grace_ready() || !soft_mutex_try(&fabric->progress))
         return false;
     if (atomic_load_explicit(&fabric->active, memory_order_relaxed)) {
-        soft_stream_send_deferred(fabric); /* the poller has found nothing more to do */
+        if (all || !fabric->polls_for_reply)
+            soft_stream_send_deferred(fabric); /* the poller has found nothing more to do */
+        else
+            fabric->polls_for_reply--;
         something = soft_fabric_poll_locked(fabric, all);
         if (all || !atomic_load(&fabric->thread_yields))
             arm_again(fabric);

@@ -42,8 +42,8 @@
  * of an index, only later. So the peer hears of the answer, and no later than step 4:
  *
  * - only a thread that reads owes, under progress, while the fabric thread yields (soft_stream_send_deferred). Under
- *   progress, too, it pays with its next poll, which the event loop makes behind the tasks that it wakes, and before it
- *   sleeps. If it does neither, the fabric thread pays when it stops yielding, YIELD_MS after it began at most;
+ *   progress, too, it pays before it sleeps, as an event loop does behind the tasks that it has woken, or after some
+ *   more polls. If it does neither, the fabric thread pays when it stops yielding, YIELD_MS after it began at most;
  * - a stream that is closed, for whatever reason, pays what is owed by all of them before: links that pay are open;
  * - if this process dies, the peer handles what is in the ring when the socket ends.
  *

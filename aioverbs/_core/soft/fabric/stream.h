@@ -221,6 +221,7 @@ struct soft_fabric {
     uint32_t ring_count, unarmed; /* number of all of them; of those that are not armed */
     /* Written under progress: list of streams with deferred answers, see soft_stream_send_deferred. */
     struct soft_stream *_Atomic deferred;
+    uint32_t polls_for_reply; /* progress: polls before deferred answers are sent, so that a reply pays for doorbells */
     uint32_t hot_polls;
     uint32_t stream_count, handshakes;
     uint32_t streams_of[SOFT_KINDS], handshakes_of[SOFT_KINDS];

@@ -22,6 +22,9 @@
 #include "soft/fabric/stream.h"
 
 #define ANSWER_BYTES (512u << 10) /* copied bytes after which queued answers are sent */
+/* Polls for which a doorbell stays owed: more than the tasks of an event loop make before one of them replies. They
+ * take less time than the peer to wake up. */
+#define POLLS_FOR_REPLY 16
 
 /* Turn of one stream, in bytes of data; each frame also counts as FRAME_COST. Whatever a peer sends, other streams and
  * threads that wait for a grace period are delayed only by a turn and its last frame. The number of bytes on the stream
@@ -219,6 +222,7 @@ void soft_stream_send_deferred(struct soft_fabric *fabric)
     struct soft_stream *stream;
 
     assert_held(&fabric->progress);
+    fabric->polls_for_reply = 0;
     while ((stream = atomic_load(&fabric->deferred))) {
         atomic_store(&fabric->deferred, stream->next_deferred);
         stream->is_deferred = false;
@@ -235,8 +239,10 @@ static void answer_silently(struct soft_stream *stream)
     if (!payer)
         return;
     soft_mutex_take(&stream->tx);
-    if (!stream->blocked && soft_stream_flush_silently(stream))
+    if (!stream->blocked && soft_stream_flush_silently(stream)) {
         soft_rings_owe(stream, payer);
+        stream->fabric->polls_for_reply = POLLS_FOR_REPLY;
+    }
     soft_stream_watch(stream);
     soft_mutex_give(&stream->tx);
 }

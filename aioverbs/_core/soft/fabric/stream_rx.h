@@ -21,8 +21,9 @@ void soft_stream_drain_doorbells(struct soft_stream *stream);
 
 /* Send deferred answers, if there are any. Answers to messages are not urgent for a thread that polls: its own next
  * message is sent first, and the answers when it finds nothing more to do, or stops polling. If the peer sleeps, the
- * doorbell for that message is also the one for the answers (soft/fabric/shared_rings.h). Answers are deferred only
- * while the fabric thread yields, which comes back within YIELD_MS and sends them. */
+ * doorbell for that message is also the one for the answers (soft/fabric/shared_rings.h), which wait for it for some
+ * more polls. Answers are deferred only while the fabric thread yields, which comes back within YIELD_MS and sends
+ * them. */
 void soft_stream_send_deferred(struct soft_fabric *fabric);
 
 /* Handle a frame that was delayed. Return false if it has to wait for room, or because nothing is read. */

@@ -18,6 +18,7 @@
 #include "soft/fabric/poll_loop.h"
 #include "soft/fabric/stream.h"
 #include "soft/fabric/stream_rx.h"
+#include "soft/objects/comp_channel.h"
 
 static struct node *a, *b;
 static unsigned int open_before;
@@ -488,6 +489,50 @@ static void the_thread_reads_after_polling_stops(void)
     close_both();
 }
 
+static atomic_bool kept, over;
+
+static void *keep_from_reading(void *argument)
+{
+    (void)argument;
+    soft_mutex_take(&a->device.fabric->progress);
+    atomic_store(&kept, true);
+    EVENTUALLY(atomic_load(&over));
+    soft_mutex_give(&a->device.fabric->progress);
+    return NULL;
+}
+
+/* A thread that sleeps on the wakeup channel is not woken while it cannot read, since another thread does: it would
+ * spin. */
+static void a_thread_that_cannot_read(void)
+{
+    struct soft_channel channel = {0};
+    struct sender sender;
+    pthread_t thread;
+
+    open_both();
+    channel.channel.fd = epoll_create1(EPOLL_CLOEXEC);
+    sender_open(&sender, a, &b->device.gids[0], 5);
+    sender_want(&sender, IBV_WR_RDMA_WRITE, 1, 8);
+    EVENTUALLY(a->responses == 1);
+    atomic_store(&kept, false);
+    atomic_store(&over, false);
+    REQUIRE_EQ(pthread_create(&thread, NULL, keep_from_reading, NULL), 0);
+    EVENTUALLY(atomic_load(&kept));
+    soft_fabric_stop_polling(&a->device, &channel);
+    CHECK(soft_fabric_is_wakeup_channel(&a->device, &channel));
+    CHECK(!is_readable(channel.channel.fd));
+    CHECK(soft_fabric_poll(&a->device, true)); /* so the channel is dropped */
+    soft_fabric_drop_wakeup_channel(&a->device, &channel);
+    sender_want(&sender, IBV_WR_RDMA_WRITE, 1, 8);
+    CHECK(!is_readable(channel.channel.fd));
+    atomic_store(&over, true);
+    pthread_join(thread, NULL);
+    EVENTUALLY(a->responses == 2);
+    close(channel.channel.fd);
+    sender_close(&sender);
+    close_both();
+}
+
 struct poller {
     atomic_bool *stop;
 };
@@ -894,6 +939,6 @@ CHECK_MAIN_ONCE(CASE(polling_leaves_the_stop_request_to_the_thread), CASE(pollin
                 CASE(large_messages_take_turns), CASE(small_messages_take_turns), CASE(very_many_senders_take_turns),
                 CASE(peers_take_turns), CASE(threads_send_over_one_link), CASE(polling_threads_read),
                 CASE(answers_to_messages_are_deferred), CASE(the_thread_reads_after_polling_stops),
-                CASE(many_threads_poll_at_once), CASE(unused_links_are_closed), CASE(connections_are_cut),
-                CASE(a_peer_falls_silent), CASE(halting_does_not_wait_for_senders),
+                CASE(a_thread_that_cannot_read), CASE(many_threads_poll_at_once), CASE(unused_links_are_closed),
+                CASE(connections_are_cut), CASE(a_peer_falls_silent), CASE(halting_does_not_wait_for_senders),
                 CASE(halting_waits_for_the_lock_of_links))

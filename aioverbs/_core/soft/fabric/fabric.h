@@ -74,7 +74,7 @@ int soft_fabric_listen(struct soft_device *device);
 void soft_fabric_error(struct soft_device *device, char *text, size_t size);
 
 /* Handle what peers sent, unless another thread is doing so. Never waits. Call outside of grace sections, holding no
- * device lock. Return whether there was anything to handle.
+ * device lock. Return whether there was anything to handle, or another thread is doing so.
  *
  * Callers that call again and again (poll_cq) pass false as `all`: most calls then look at one stream only, which is
  * cheaper; within a few calls every stream is looked at. */

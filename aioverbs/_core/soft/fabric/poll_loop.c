@@ -264,8 +264,10 @@ bool soft_fabric_poll(struct soft_device *device, bool all)
     if (!atomic_load_explicit(&fabric->active, memory_order_acquire))
         return false;
     atomic_fetch_add_explicit(&fabric->polls, 1, memory_order_relaxed);
-    if (!grace_ready() || !soft_mutex_try(&fabric->progress))
+    if (!grace_ready())
         return false;
+    if (!soft_mutex_try(&fabric->progress))
+        return true;
     if (atomic_load_explicit(&fabric->active, memory_order_relaxed)) {
         if (all || !fabric->polls_for_reply)
             soft_stream_send_deferred(fabric); /* the poller has found nothing more to do */
@@ -279,19 +281,20 @@ bool soft_fabric_poll(struct soft_device *device, bool all)
     return something;
 }
 
-/* Arm the rings for a thread that is about to sleep on the wakeup channel. If one has something, or another thread
- * reads just now, that thread wakes up again. */
-static void arm_for_sleep(struct soft_fabric *fabric)
+/* Arm the rings for a thread that is about to sleep on the wakeup channel. If one has something, that thread wakes up
+ * again. Return false if another thread reads just now: waking up would be in vain until it has done so. */
+static bool arm_for_sleep(struct soft_fabric *fabric)
 {
-    bool something = true;
+    bool something;
 
-    if (soft_mutex_try(&fabric->progress)) {
-        soft_stream_send_deferred(fabric);
-        something = atomic_load_explicit(&fabric->active, memory_order_relaxed) && soft_rings_arm(fabric);
-        soft_mutex_give(&fabric->progress);
-    }
+    if (!soft_mutex_try(&fabric->progress))
+        return false;
+    soft_stream_send_deferred(fabric);
+    something = atomic_load_explicit(&fabric->active, memory_order_relaxed) && soft_rings_arm(fabric);
+    soft_mutex_give(&fabric->progress);
     if (something)
         soft_fabric_wake(fabric);
+    return true;
 }
 
 void soft_fabric_stop_polling(struct soft_device *device, struct soft_channel *channel)
@@ -300,10 +303,8 @@ void soft_fabric_stop_polling(struct soft_device *device, struct soft_channel *c
 
     if (!atomic_load_explicit(&fabric->active, memory_order_acquire))
         return;
-    if (channel && soft_wakeup_channel_set(fabric, channel)) {
-        arm_for_sleep(fabric);
+    if (channel && soft_wakeup_channel_set(fabric, channel) && arm_for_sleep(fabric))
         return;
-    }
     atomic_store(&fabric->polls, 0);
     if (atomic_load(&fabric->thread_yields))
         soft_fabric_wake(fabric);

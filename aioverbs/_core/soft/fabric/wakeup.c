@@ -12,8 +12,9 @@
  * progress. If the other one does not poll for YIELD_MS, since it runs something else or has ended, the fabric thread
  * reads again.
  *
- * The channel is dropped when its thread was woken for nothing of its own, when the thread does not read in time, and
- * when a socket is full. Then the fabric thread reads and sends, as without a wakeup channel. */
+ * The channel is dropped when its thread was woken for nothing of its own, or while another thread reads, when the
+ * thread does not read in time, and when a socket is full. Then the fabric thread reads and sends, as without a wakeup
+ * channel. */
 #define _GNU_SOURCE
 #include "soft/fabric/wakeup.h"
 

@@ -190,7 +190,8 @@ static struct soft_cq *channel_take(struct soft_channel *channel, bool begun)
 }
 
 /* Poll peers for a wakeup channel without events: their frames may complete a request that raises one. If peers sent
- * something else, the channel is no wakeup channel any more. */
+ * something else, or another thread reads, the channel is no wakeup channel any more: its descriptor would stay
+ * readable, although its thread can do nothing. */
 static struct soft_cq *take_from_peers(struct soft_device *device, struct soft_channel *channel)
 {
     struct soft_cq *cq;

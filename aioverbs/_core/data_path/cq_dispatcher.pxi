@@ -76,6 +76,7 @@ cdef class CqDispatcher:
     cdef readonly uint64_t spin_ns
     cdef bint any_thread                # see `_is_any_thread`
     cdef bint turn_scheduled            # whether `_turn` is scheduled
+    cdef bint turn_needed               # whether it is to be scheduled at the end of a dispatch
     cdef uint64_t turn_number           # number of the turn in which it was scheduled
     cdef bint armed
     cdef readonly int dispatching       # number of threads inside a dispatch: newer completions must not overtake
@@ -153,8 +154,13 @@ cdef class CqDispatcher:
 
     cdef int _need_turn(self) except -1:
         # Schedule `_turn` on the home loop, unless it is already scheduled. Can be called from any thread. An armed
-        # queue wakes its home loop through an event.
+        # queue wakes its home loop through an event. A dispatch that posts, as one that refills receives does, has
+        # `_turn` scheduled behind the tasks that it wakes: their posts need no further turn, and the peer hears of all
+        # at once.
         if self.turn_scheduled or self.loop is None:
+            return 0
+        if self.dispatching and not self.any_thread:
+            self.turn_needed = True
             return 0
         if not self.any_thread or self.home.owns():
             self.loop.call_soon(self.turn)
@@ -575,15 +581,17 @@ cdef class CqDispatcher:
                 self.dispatching -= 1
                 if self.wait > WAIT_ENDED and self.awaited < awaited:
                     self._end_wait()
-                self._repeat_skipped_poll()
+                self._finish_dispatch()
         else:
-            self._repeat_skipped_poll()
+            self._finish_dispatch()
         return 0
 
-    cdef inline int _repeat_skipped_poll(self) except -1:
-        # After the last dispatch, have the home loop poll if a poll was skipped.
-        if self.poll_skipped and self.dispatching == 0:
-            self.poll_skipped = self.armed = False  # the home loop polls, whether an event will come or not
+    cdef inline int _finish_dispatch(self) except -1:
+        # After the last dispatch, have the home loop poll if a poll was skipped or a turn is needed.
+        if self.dispatching == 0 and (self.poll_skipped or self.turn_needed):
+            if self.poll_skipped:
+                self.armed = False      # the home loop polls, whether an event will come or not
+            self.poll_skipped = self.turn_needed = False
             self._need_turn()
         return 0
 

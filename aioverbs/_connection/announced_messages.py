@@ -8,22 +8,37 @@
     takes the key back, reuses the number
 
 If the call of the sender is cancelled, it sends REVOKE number. The receiver then drops the message, or completes the
-read that is in flight, and answers with REVOKED.
+reads that are in flight, and answers with REVOKED.
+
+If the call of the receiver is cancelled, the reads go on, and the next call gets the message. Only memory of the caller
+is not written to after the call.
 
 ANNOUNCE uses a credit until the user has received the message, so no more messages wait here than with fragments. The
 answer uses no credit: see `max_announced`.
 """
 
+import asyncio
 from collections import deque
 from collections.abc import Iterator
 
+import anyio
+
 from aioverbs._connection.channel_state import ChannelState
 from aioverbs._connection.message_sender import MessageSender
+from aioverbs._connection.recycled_memory import RecycledMemory
 from aioverbs._connection.wire import HAS_IMMEDIATE, IMMEDIATE, AnnouncedPart, parse_announcement
 from aioverbs._core.data_path.data_path import Operation, RegionSlice, RemoteRegion
-from aioverbs._lifecycle.affinity import wait_uncancelled
+from aioverbs._lifecycle.affinity import running_loop, wait_uncancelled
 from aioverbs._memory.region import WaitableInFlightCount
-from aioverbs.errors import BrokenResourceError, ClosedResourceError, WorkCompletionError
+from aioverbs.errors import (
+    BrokenResourceError,
+    BusyResourceError,
+    ClosedResourceError,
+    ConcurrentAccessError,
+    QueuePairStateError,
+    VerbsError,
+    WorkCompletionError,
+)
 
 __all__ = ["AnnouncedMessage", "AnnouncedMessages"]
 
@@ -31,6 +46,9 @@ __all__ = ["AnnouncedMessage", "AnnouncedMessages"]
 # and small messages share the send queue with them.
 _READ_BYTES = 8 << 20
 _READS_IN_FLIGHT = 8
+_END_TIMEOUT_S = 5.0  # for the reads of a cancelled call to memory of the caller
+
+_ENDED = (BrokenResourceError, ClosedResourceError, WorkCompletionError)
 
 
 class AnnouncedMessage:
@@ -41,7 +59,7 @@ class AnnouncedMessage:
     :param immediate: the user's immediate data; None if there is none.
     """
 
-    __slots__ = ("immediate", "length", "number", "parts", "withdrawn")
+    __slots__ = ("immediate", "length", "number", "parts", "reading", "withdrawn")
 
     def __init__(self, number: int, parts: list[AnnouncedPart], immediate: int | None) -> None:
         self.number = number
@@ -49,6 +67,28 @@ class AnnouncedMessage:
         self.length = sum(part.length for part in parts)
         self.immediate = immediate
         self.withdrawn = False  # the user does not get it
+        self.reading: _Reading | None = None  # None if it is not being read, and was not read yet
+
+
+class _Reading:
+    """Reads of an announced message, in progress or complete.
+
+    :param parts: parts of the message.
+    :param memory: registered memory of its length, which the reads write to.
+    :param view: the same memory for the user, if it is the library's.
+    """
+
+    __slots__ = ("is_complete", "next", "pins", "posted", "ranges", "rest", "view")
+
+    def __init__(self, parts: list[AnnouncedPart], memory: RegionSlice, view: memoryview | None = None) -> None:
+        # A count of its own, because others may use the same registration for any length of time.
+        self.pins = WaitableInFlightCount(memory.pins)
+        self.ranges = _ranges(parts, RegionSlice(memory.region, memory.offset, len(memory), self.pins))
+        self.next = next(self.ranges, None)  # what has to be read next
+        self.posted: deque[Operation[None]] = deque()  # reads, in their order, that were not found complete yet
+        self.is_complete = False
+        self.rest: asyncio.Task[None] | None = None  # goes on to read after the call that began has ended
+        self.view = view
 
 
 class AnnouncedMessages:
@@ -57,17 +97,18 @@ class AnnouncedMessages:
     :param state: state of the channel.
     :param sender: sender of the same end, for the answers.
     :param max_message: size of the longest message accepted from the peer, in bytes.
+    :param memory: memory of the library for messages.
     """
 
-    def __init__(self, state: ChannelState, sender: MessageSender, max_message: int) -> None:
+    def __init__(self, state: ChannelState, sender: MessageSender, max_message: int, memory: RecycledMemory) -> None:
         self._state = state
         self._sender = sender
         self._max_message = max_message
+        self._memory = memory
         self._limit = 0
         self._unanswered: dict[int, AnnouncedMessage] = {}  # by number
         # Numbers that the peer may still withdraw before it gets the answer, at most `_limit`.
         self._answered: list[int] = []
-        self._reading: AnnouncedMessage | None = None
 
     def start(self, limit: int) -> None:
         """Accept announced messages from now on.
@@ -116,7 +157,7 @@ class AnnouncedMessages:
         if message is None:
             return number in self._answered
         message.withdrawn = True
-        if message is not self._reading:
+        if message.reading is None or message.reading.is_complete:
             self._answer(message)
         return True
 
@@ -135,32 +176,107 @@ class AnnouncedMessages:
         """Notify the peer that its memory is no longer accessed."""
         assert self._unanswered[message.number] is message
         del self._unanswered[message.number]
+        message.reading = None
         self._answered.append(message.number)
         del self._answered[: -self._limit]
         self._sender.send_answer(message.number)
 
-    async def read(self, message: AnnouncedMessage, memory: RegionSlice) -> None:
-        """Read a message, unless it is withdrawn. If this is cancelled or raises, no request accesses the memory any
-        longer. Until `finish` is called, the message can be read again.
+    async def read(self, message: AnnouncedMessage) -> memoryview | None:
+        """Read a message into memory of the library, and answer it.
 
-        :param message: the message, which may have been withdrawn and answered while the caller made room for it.
-        :param memory: registered memory of at least its length.
+        If this is cancelled or raises, the message can be read again: the reads go on, and the next call gets what they
+        have read. The memory is used for nothing else until they have ended.
+
+        :param message: the message.
+        :returns: the message, as a memoryview from `RecycledMemory.take`; None if it was withdrawn.
         :raises BrokenResourceError: the connection is broken, or the peer's memory cannot be read, which breaks it.
         :raises ClosedResourceError: this end closed the connection.
         :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
-        :raises VerbsError: ``ibv_post_send`` failed.
+        :raises VerbsError: ``ibv_post_send`` failed, or the device cannot register memory.
+        :raises OSError: the process cannot map memory.
         """
-        if self._unanswered.get(message.number) is not message:
-            return
-        self._reading = message
+        reading = message.reading
+        if reading is not None and reading.rest is not None:  # an earlier call was cancelled
+            await asyncio.wait([reading.rest])
+        if (reading is None or not reading.is_complete) and not message.withdrawn:
+            memory, view = await self._memory.take(message.length)
+            reading = _Reading(message.parts, memory, view)
+            if not message.withdrawn:
+                await self._read(message, reading)
+        return reading.view if self.finish(message) and reading is not None else None
+
+    async def _read(self, message: AnnouncedMessage, reading: _Reading) -> None:
+        """Read a message, unless it is withdrawn meanwhile. If this ends early, a task goes on.
+
+        :raises Exception: whatever `read` raises.
+        """
+        message.reading = reading
         try:
-            await self._read(message, memory)
-        except (BrokenResourceError, ClosedResourceError, WorkCompletionError) as error:
-            self._state.raise_ended(error)
+            await self._read_rest(message, reading)
+        except BaseException as error:
+            reading.rest = running_loop().create_task(self._go_on(message, reading))
+            if isinstance(error, _ENDED):
+                self._state.raise_ended(error)
+            raise
+        self._on_ended(message, reading)
+
+    async def _go_on(self, message: AnnouncedMessage, reading: _Reading) -> None:
+        """Go on to read a message because the call that began has ended. If that fails, the next call begins again, and
+        raises the exception.
+        """
+        try:
+            await reading.pins.wait()  # as an operation can be awaited only once
+            while reading.posted:
+                reading.posted.popleft().result()
+            await self._read_rest(message, reading)
+        except (*_ENDED, BusyResourceError, ConcurrentAccessError, QueuePairStateError, VerbsError):
+            reading.posted.clear()
+            await reading.pins.wait()
         finally:
-            self._reading = None
+            self._on_ended(message, reading)
+
+    def _on_ended(self, message: AnnouncedMessage, reading: _Reading) -> None:
+        """Handle that no read of a message is in flight any longer."""
+        if not reading.is_complete:
+            message.reading = None
+        if message.withdrawn:
+            self._answer(message)
+
+    async def read_into(self, message: AnnouncedMessage, memory: RegionSlice) -> None:
+        """Read a message into memory of the caller, unless it is withdrawn. Until `finish` is called, the message can
+        be read again.
+
+        If this is cancelled or raises, no request accesses the memory any longer. If the peer's device does not answer
+        the requests in flight within 5 seconds, this breaks the connection.
+
+        :param message: the message, which no earlier call of `read` has begun to read. It may have been withdrawn while
+            the caller made room for it.
+        :param memory: registered memory of its length.
+        :raises Exception: whatever `read` raises.
+        """
+        if message.withdrawn:
+            return
+        reading = message.reading = _Reading(message.parts, memory)
+        try:
+            await self._read_rest(message, reading)
+        except BaseException as error:
+            await wait_uncancelled(self._end_reads(reading))
+            if isinstance(error, _ENDED):
+                self._state.raise_ended(error)
+            raise
+        finally:
+            message.reading = None
             if message.withdrawn:
                 self._answer(message)
+
+    async def _end_reads(self, reading: _Reading) -> None:
+        """Wait until no read is in flight. After 5 seconds, break the connection, which ends them."""
+        reading.posted.clear()  # those that wait for a place in the send queue are withdrawn
+        with anyio.move_on_after(_END_TIMEOUT_S) as scope:
+            await reading.pins.wait()
+        if scope.cancelled_caught:
+            self._state.fail(f"the peer's device has not answered reads of a cancelled call for {_END_TIMEOUT_S:g} s")
+            await reading.pins.wait()
 
     def finish(self, message: AnnouncedMessage) -> bool:
         """Answer a message that was read.
@@ -172,28 +288,23 @@ class AnnouncedMessages:
         self._answer(message)
         return True
 
-    async def _read(self, message: AnnouncedMessage, memory: RegionSlice) -> None:
-        """Read the parts of a message into memory, in their order, until the message is withdrawn.
+    async def _read_rest(self, message: AnnouncedMessage, reading: _Reading) -> None:
+        """Read what was not read yet of a message, in its order, until the message is withdrawn.
 
-        :raises Exception: whatever `QueuePair.read` raises, at once or when awaited. No request accesses the memory
-            then.
+        :raises Exception: whatever `QueuePair.read` raises, at once or when awaited.
         """
-        # A count of its own, because others may use the same registration for any length of time.
-        pins = WaitableInFlightCount(memory.pins)
-        reads: deque[Operation[None]] = deque()
-        try:
-            for local, remote in _ranges(message.parts, RegionSlice(memory.region, memory.offset, len(memory), pins)):
-                if len(reads) == _READS_IN_FLIGHT:
-                    await reads.popleft()
-                if message.withdrawn:
-                    break
-                reads.append(self._state.qp.read(local, remote))
-            while reads:
-                await reads.popleft()
-        except BaseException:
-            reads.clear()  # those that wait for a place in the send queue are withdrawn
-            await wait_uncancelled(pins.wait())
-            raise
+        reads = reading.posted
+        while reading.next is not None and not message.withdrawn:
+            if len(reads) < _READS_IN_FLIGHT:
+                reads.append(self._state.qp.read(*reading.next))
+                reading.next = next(reading.ranges, None)
+            else:
+                await reads[0]
+                del reads[0]
+        while reads:
+            await reads[0]
+            del reads[0]
+        reading.is_complete = reading.next is None
 
 
 def _ranges(parts: list[AnnouncedPart], memory: RegionSlice) -> Iterator[tuple[RegionSlice, RemoteRegion]]:

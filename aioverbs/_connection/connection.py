@@ -369,9 +369,10 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         dropped.
 
         This returns an awaitable, which raises the exceptions below. A cancelled await loses no message. After its end,
-        `buffer` is not written to; if the device is writing to it, the cancellation waits for that. A long message goes
-        directly from the peer's memory to `buffer`, which the registration cache of the domain keeps registered for the
-        next time: until `RegistrationCache.drop`, a bytearray cannot be resized and an mmap cannot be closed.
+        `buffer` is not written to: if the device is writing to it, the cancellation waits for that, and if the peer's
+        device does not answer for 5 seconds, the connection breaks. A long message goes directly from the peer's memory
+        to `buffer`, which the registration cache of the domain keeps registered for the next time: until
+        `RegistrationCache.drop`, a bytearray cannot be resized and an mmap cannot be closed.
 
         :param buffer: contiguous, writable buffer, of which the message fills the beginning.
         :returns: an awaitable that returns the length of the message in bytes.

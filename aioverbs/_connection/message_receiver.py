@@ -64,7 +64,7 @@ class MessageReceiver:
         on_control: Callable[[FrameKind, int, bytes], None],
     ) -> None:
         self.messages = 0
-        self.announced = AnnouncedMessages(state, sender, max_message)
+        self.announced = AnnouncedMessages(state, sender, max_message, recycled_memory_of(domain))
         self._state = state
         self._sender = sender
         self._on_control = on_control
@@ -74,7 +74,6 @@ class MessageReceiver:
         self._is_pending = False  # a task waits for a message, or reads one
         self._held: object = None  # the next message, taken from the inbox, but not received by the user
         self._cache = domain.cache
-        self._memory = recycled_memory_of(domain)
         self._handshake_messages_left = _UNLIMITED
         self.inbox = Inbox(state.receive_queue, self._on_received, self._on_flushed)
         self._ring = ReceiveRing(self.inbox, memory, count)
@@ -115,9 +114,8 @@ class MessageReceiver:
         try:
             item = await self._next()
             while type(item) is AnnouncedMessage:
-                memory, view = await self._memory.take(item.length)
-                await self.announced.read(item, memory)
-                if self.announced.finish(item):
+                view = await self.announced.read(item)
+                if view is not None:
                     item = MessageWithImmediate(bytes(view), item.immediate)
                 else:
                     item = await self._next()
@@ -132,7 +130,8 @@ class MessageReceiver:
     async def receive_into(self, buffer: "Buffer") -> int:
         """Wait for the next user message, and copy it to memory of the caller. A cancelled call loses no message.
 
-        After the call has ended, however it ends, the memory is no longer written to.
+        After the call has ended, however it ends, the memory is no longer written to. If the peer's device does not
+        answer within 5 seconds after the call was cancelled, the channel breaks.
 
         :param buffer: contiguous, writable buffer.
         :returns: length of the message in bytes.
@@ -155,8 +154,14 @@ class MessageReceiver:
                     view[:length] = data
                     break
                 length = self._check_fits(item, item.length, view)
+                if item.reading is not None:  # another call, which was cancelled, has begun to read it
+                    message = await self.announced.read(item)
+                    if message is None:
+                        continue
+                    view[:length] = message
+                    break
                 async with self._cache.region(view) as region:
-                    await self.announced.read(item, region[:length])
+                    await self.announced.read_into(item, region[:length])
                 if self.announced.finish(item):  # only now, because the end of the block may raise
                     break
         finally:
@@ -203,9 +208,8 @@ class MessageReceiver:
                 if type(item) is not AnnouncedMessage:
                     message = item if type(item) is bytes else item.data
                     break
-                memory, message = await self._memory.take(item.length)
-                await self.announced.read(item, memory)
-                if self.announced.finish(item):
+                message = await self.announced.read(item)
+                if message is not None:
                     break
         finally:
             self._is_pending = False

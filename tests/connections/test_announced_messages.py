@@ -5,9 +5,10 @@ import asyncio
 import contextlib
 import errno
 import gc
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import anyio
 import pytest
@@ -17,6 +18,7 @@ from aioverbs import (
     AccessFlags,
     BrokenResourceError,
     ClosedResourceError,
+    ConcurrentAccessError,
     Connection,
     ConnectionSettings,
     Device,
@@ -41,6 +43,7 @@ from aioverbs._connection.wire import (
     pack_announcement,
     parse_announcement,
 )
+from aioverbs._core.data_path.data_path import Operation
 from tests.capabilities import Capability, needs
 from tests.connections.ends import SMALL, Cancel, Pair, deeper, every_way_to_cancel, pair, use_up, works
 from tests.connections.test_messages import sample
@@ -59,6 +62,18 @@ def changeable(seed: int = 0) -> bytearray:
 def unread(connection: Connection) -> int:
     """Return the number of messages that the peer announced and this end has neither read nor dropped."""
     return len(end_of(connection).channel.receiver.announced._unanswered)
+
+
+def being_read(connection: Connection) -> announced_messages.AnnouncedMessage | None:
+    """Return the message that the peer announced and that this end is reading; None if there is none."""
+    messages = end_of(connection).channel.receiver.announced._unanswered.values()
+    return next((each for each in messages if each.reading is not None), None)
+
+
+def is_withdrawn(connection: Connection) -> bool:
+    """Return whether the peer has withdrawn the message that this end is reading."""
+    message = being_read(connection)
+    return message is not None and message.withdrawn
 
 
 async def finished(connection: Connection) -> None:
@@ -326,7 +341,7 @@ async def test_memory_of_a_received_buffer_is_its_own(device: Device) -> None:
             for length in (100, LENGTH):
                 await ends.near.send(sample(length, seed))
                 kept.append((await ends.far.receive_buffer())[1:])
-        memory = end_of(ends.far).channel.receiver._memory
+        memory = end_of(ends.far).channel.receiver.announced._memory
         assert len(memory._in_use) == 4
         for seed in range(4):
             assert bytes(kept[2 * seed]) == sample(100, seed)[1:]
@@ -401,13 +416,16 @@ async def test_a_send_cancelled_without_a_credit_is_not_sent(device: Device, can
 class Slow:
     """Read that is not done before an event is set."""
 
-    def __init__(self, read: Awaitable[None], may_end: asyncio.Event) -> None:
+    def __init__(self, read: Operation[None], may_end: asyncio.Event) -> None:
         self._read = read
         self._may_end = may_end
 
     def __await__(self) -> Generator[Any, Any, None]:
         yield from self._may_end.wait().__await__()
         yield from self._read.__await__()
+
+    def result(self) -> None:
+        return self._read.result()
 
 
 @pytest.fixture
@@ -424,10 +442,9 @@ async def test_a_send_cancelled_while_the_peer_reads(
 ) -> None:
     """The message is not delivered; the read that is in flight completes first."""
     async with pair(device) as ends:
-        announced = end_of(ends.far).channel.receiver.announced
         receiving = asyncio.create_task(ends.far.receive())
-        sending = asyncio.create_task(cancel(ends.near.send(changeable()), lambda: announced._reading))
-        await until(lambda: announced._reading is not None and announced._reading.withdrawn)
+        sending = asyncio.create_task(cancel(ends.near.send(changeable()), lambda: being_read(ends.far)))
+        await until(lambda: is_withdrawn(ends.far))
         assert not sending.done()
         reading_may_end.set()
         await sending
@@ -449,13 +466,12 @@ async def test_few_reads_are_in_flight_and_none_follows_a_withdrawal(
 
     monkeypatch.setattr(QueuePair, "read", counted_read)
     async with pair(device) as ends:
-        announced = end_of(ends.far).channel.receiver.announced
         receiving = asyncio.create_task(ends.far.receive())
         sending = asyncio.create_task(ends.near.send(changeable()))
-        await until(lambda: announced._reading)
+        await until(lambda: being_read(ends.far))
         assert posted == announced_messages._READS_IN_FLIGHT
         sending.cancel()
-        await until(lambda: announced._reading is not None and announced._reading.withdrawn)
+        await until(lambda: is_withdrawn(ends.far))
         reading_may_end.set()
         await asyncio.wait([sending])
         assert posted == announced_messages._READS_IN_FLIGHT
@@ -471,14 +487,15 @@ async def test_a_send_cancelled_while_the_peer_makes_room(
 ) -> None:
     async with pair(device) as ends:
         announced = end_of(ends.far).channel.receiver.announced
-        read, reached, may_go_on = announced.read, asyncio.Event(), asyncio.Event()
+        of, name = (announced, "read_into") if how == "receive_into" else (announced._memory, "take")
+        do, reached, may_go_on = getattr(of, name), asyncio.Event(), asyncio.Event()
 
-        async def late_read(*args: Any) -> None:
+        async def do_late(*args: Any) -> Any:
             reached.set()
             await may_go_on.wait()
-            await read(*args)
+            return await do(*args)
 
-        monkeypatch.setattr(announced, "read", late_read)
+        monkeypatch.setattr(of, name, do_late)
         receiving = asyncio.create_task(receive(ends.far, how))
         sending = asyncio.create_task(ends.near.send(changeable()))
         await reached.wait()
@@ -523,17 +540,14 @@ async def test_a_cancelled_send_takes_the_key_back_from_a_peer_that_does_not_ans
 
 
 @every_way_to_cancel
-@pytest.mark.parametrize("how", HOW)
 @needs(Capability.FAULT_PLAN)
-async def test_a_receive_cancelled_while_it_reads_loses_no_message(device: Device, cancel: Cancel, how: str) -> None:
-    """The cancelled call ends when the device no longer writes to its memory."""
+async def test_a_cancelled_receive_into_waits_for_the_device(device: Device, cancel: Cancel) -> None:
+    """The call ends when the device no longer writes to the memory of the caller. No message is lost."""
     async with pair(device) as ends:
         await ends.near.send(sample(LENGTH), immediate=1)
         await until(lambda: unread(ends.far))
         hold(device, ends.far.qp)
-        cancelling = asyncio.create_task(
-            cancel(receive(ends.far, how), lambda: end_of(ends.far).channel.receiver.announced._reading)
-        )
+        cancelling = asyncio.create_task(cancel(receive(ends.far, "receive_into"), lambda: being_read(ends.far)))
         await asyncio.sleep(0.05)
         assert not cancelling.done()
         unhold(device, ends.far.qp)
@@ -541,6 +555,123 @@ async def test_a_receive_cancelled_while_it_reads_loses_no_message(device: Devic
         await ends.near.send(b"next")
         assert await ends.far.receive_with_immediate() == (sample(LENGTH), 1)
         assert await ends.far.receive() == b"next"
+        await settled(ends)
+
+
+@needs(Capability.FAULT_PLAN)
+async def test_a_cancelled_receive_into_breaks_the_connection_if_the_device_does_not_answer(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(announced_messages, "_END_TIMEOUT_S", 0.05)
+    async with pair(device) as ends:
+        await ends.near.send(sample(LENGTH))
+        await until(lambda: unread(ends.far))
+        hold(device, ends.far.qp)
+        receiving = asyncio.create_task(receive(ends.far, "receive_into"))
+        await until(lambda: being_read(ends.far))
+        receiving.cancel()
+        async with asyncio.timeout(patience(10)):
+            assert "has not answered reads of a cancelled call for 0.05 s" in str(await ends.far.wait_lost())
+        assert not receiving.done(), "the memory may still be written to"
+        unhold(device, ends.far.qp)
+        await asyncio.wait([receiving])
+        assert receiving.cancelled()
+
+
+async def receive_from_stream(connection: Connection) -> bytes:
+    stream, received = connection.as_byte_stream(), b""
+    while len(received) < LENGTH:
+        received += await stream.receive()
+    return received
+
+
+OF_THE_LIBRARY: dict[str, Callable[[Connection], Coroutine[Any, Any, Any]]] = {
+    "receive": lambda connection: connection.receive(),
+    "receive_with_immediate": lambda connection: connection.receive_with_immediate(),
+    "receive_buffer": lambda connection: receive(connection, "receive_buffer"),
+    "stream": receive_from_stream,
+}
+"""Ways to receive that need no memory of the caller."""
+
+
+@every_way_to_cancel
+@pytest.mark.parametrize("first", OF_THE_LIBRARY)
+@pytest.mark.parametrize("then", [*OF_THE_LIBRARY, "receive_into"])
+@needs(Capability.FAULT_PLAN)
+async def test_a_cancelled_receive_does_not_wait_for_the_device(
+    device: Device, monkeypatch: pytest.MonkeyPatch, cancel: Cancel, first: str, then: str
+) -> None:
+    """The requests go on, and the next call gets what they have read: nothing is read twice."""
+    monkeypatch.setattr(announced_messages, "_READ_BYTES", LENGTH // 20)
+    counted_read, posted = QueuePair.read, 0
+
+    def read(*args: Any, **options: Any) -> Any:
+        nonlocal posted
+        posted += 1
+        return counted_read(*args, **options)
+
+    monkeypatch.setattr(QueuePair, "read", read)
+    async with pair(device) as ends:
+        await ends.near.send(sample(LENGTH), immediate=1)
+        await until(lambda: unread(ends.far))
+        hold(device, ends.far.qp)
+        async with asyncio.timeout(patience(10)):
+            await cancel(OF_THE_LIBRARY[first](ends.far), lambda: being_read(ends.far))
+            again = OF_THE_LIBRARY.get(then, lambda connection: receive(connection, then))
+            await cancel(again(ends.far), lambda: end_of(ends.far).channel.receiver._is_pending)
+        receiving = asyncio.create_task(again(ends.far))
+        await asyncio.sleep(0)
+        unhold(device, ends.far.qp)
+        received = await receiving
+        assert received == ((sample(LENGTH), 1) if then == "receive_with_immediate" else sample(LENGTH))
+        assert posted == 20
+        await settled(ends)
+
+
+@pytest.mark.usefixtures("reading_may_end")
+async def test_a_message_is_withdrawn_while_reads_of_a_cancelled_receive_are_in_flight(device: Device) -> None:
+    """The sender waits for them, and the receiver does not."""
+    async with pair(device) as ends:
+        sending = asyncio.create_task(ends.near.send(changeable()))
+        receiving = asyncio.create_task(ends.far.receive())
+        await until(lambda: being_read(ends.far))
+        message = being_read(ends.far)
+        assert message is not None
+        assert message.reading is not None
+        pins = message.reading.pins
+        pins.add()  # as a read that the peer's device has not answered
+        receiving.cancel()
+        await asyncio.wait([receiving])
+        sending.cancel()
+        await until(lambda: is_withdrawn(ends.far))
+        receiving = asyncio.create_task(ends.far.receive())
+        await ends.near.send(b"next")
+        assert await receiving == b"next"
+        assert not sending.done()
+        pins.discard()
+        await asyncio.wait([sending])
+        assert sending.cancelled()
+        await settled(ends)
+
+
+@needs(Capability.FAULT_PLAN)
+async def test_a_receive_begins_again_if_the_rest_cannot_be_read(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(announced_messages, "_READ_BYTES", LENGTH // 20)
+    async with pair(device) as ends:
+        await ends.near.send(sample(LENGTH))
+        await until(lambda: unread(ends.far))
+        hold(device, ends.far.qp)
+        receiving = asyncio.create_task(ends.far.receive())
+        await until(lambda: being_read(ends.far))
+        receiving.cancel()
+        await asyncio.wait([receiving], timeout=patience(10))
+        with monkeypatch.context() as patch:
+            patch.setattr(QueuePair, "read", mock.Mock(side_effect=ConcurrentAccessError("another thread is inside")))
+            unhold(device, ends.far.qp)
+            await until(lambda: not being_read(ends.far))
+        assert await ends.far.receive() == sample(LENGTH)
         await settled(ends)
 
 
@@ -553,7 +684,7 @@ async def test_a_cancelled_receive_does_not_wait_for_other_uses_of_its_buffer(
             await ends.near.send(sample(LENGTH))
             await until(lambda: unread(ends.far))
             receiving = asyncio.create_task(ends.far.receive_into(buffer))
-            await until(lambda: end_of(ends.far).channel.receiver.announced._reading)
+            await until(lambda: being_read(ends.far))
             region.pins.add()  # as a receive that is posted in the buffer
             receiving.cancel()
             await asyncio.wait([receiving], timeout=patience(5))
@@ -631,7 +762,7 @@ async def test_a_peer_that_is_lost_while_it_is_read(device: Device) -> None:
         await until(lambda: unread(ends.far))
         hold(device, ends.far.qp)
         receiving = asyncio.create_task(ends.far.receive())
-        await until(lambda: end_of(ends.far).channel.receiver.announced._reading)
+        await until(lambda: being_read(ends.far))
         ends.near.abort()
         await ends.far.wait_lost()
         unhold(device, ends.far.qp)

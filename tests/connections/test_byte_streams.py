@@ -65,7 +65,7 @@ async def test_large_writes_are_not_copied_into_buffers(
         await sending
         assert got == data
         assert ends.near.qp.statistics().sends.bytes < len(data) // 4
-        memory = end_of(ends.far).channel.receiver._memory
+        memory = end_of(ends.far).channel.receiver.announced._memory
         assert not memory._in_use
 
 

@@ -159,7 +159,11 @@ class Announcer:
             key, remote = await self._grants.register(qp, piece, access)
         else:
             region = await memory.enter_async_context(self._cache.region(piece, AccessFlags.MW_BIND))
-            key, remote = await self._grants.make_key(qp, region[:], access)
+            try:
+                key, remote = await self._grants.make_key(qp, region[:], access)
+            except asyncio.CancelledError:  # the region is in use as long as the bind is in flight
+                self._run(memory.pop_all().aclose())
+                raise
         memory.push_async_callback(self._grants.close_key, key)
         return AnnouncedPart(remote.address, remote.length, remote.rkey)
 
@@ -177,9 +181,7 @@ class Announcer:
         answered = announcement.answered
         if announcement.is_constant and self._unread_bytes + announcement.length <= _MAX_UNREAD_BYTES:
             self._unread_bytes += announcement.length
-            task = running_loop().create_task(self._finish_later(announcement))
-            self._finishing.add(task)
-            task.add_done_callback(self._finishing.discard)
+            self._run(self._finish_later(announcement))
             return
         try:
             await asyncio.wait([answered])
@@ -190,6 +192,12 @@ class Announcer:
                 await wait_uncancelled(self._withdraw(announcement))
         if answered.cancelled():
             raise self._channel.closed_error()
+
+    def _run(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine in a task of its own."""
+        task = running_loop().create_task(coroutine)
+        self._finishing.add(task)
+        task.add_done_callback(self._finishing.discard)
 
     async def _finish_later(self, announcement: _Announcement) -> None:
         """Do the work of `_finish` in a task of its own."""

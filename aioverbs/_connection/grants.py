@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Self
 
 import anyio
@@ -13,7 +14,7 @@ from aioverbs._core.handles import handles
 from aioverbs._exports import publish
 from aioverbs._lifecycle.affinity import running_loop, wait_uncancelled, wake
 from aioverbs._lifecycle.resource import Resource, open_part
-from aioverbs._memory.region import MemoryRegion, MemoryWindow
+from aioverbs._memory.region import MemoryRegion, MemoryWindow, WaitableInFlightCount
 from aioverbs._verbs.quirks import is_soft_roce
 from aioverbs.errors import GrantRevokedError, VerbsError
 from aioverbs.types import AccessFlags, MwType
@@ -167,6 +168,7 @@ class Grants:
         # that number for this one.
         self._local_grants: dict[int, asyncio.Future[None] | None] = {}
         self._has_failed = False  # no more frames arrive
+        self._closing: set[asyncio.Task[None]] = set()  # of windows whose bind was cancelled
         self._last_number = 0
         self._remote_grants: dict[int, RemoteGrant] = {}  # by number
         self.revoked: dict[int, RemoteGrant] = {}  # by rkey: the grants that the peer revoked last
@@ -258,7 +260,8 @@ class Grants:
     ) -> tuple[MemoryWindow | MemoryRegion, RemoteRegion]:
         """Make the key of a grant: bind a memory window if possible, else register the memory a second time.
 
-        A memory window belongs to this queue pair and does not affect other users of the region.
+        A memory window belongs to this queue pair and does not affect other users of the region. If this is cancelled
+        while the bind is in flight, a task closes the window when the bind has ended.
 
         :param owner: resource that owns the new window or registration.
         :param memory: the memory to grant.
@@ -269,15 +272,37 @@ class Grants:
         :raises BufferError: the memory is read-only, and `access` permits writes or atomics.
         :raises Exception: any other exception that `MemoryRegion.open` or `QueuePair.bind_window` raises.
         """
-        if _can_use_window(self._base.context, memory):
+        if not _can_use_window(self._base.context, memory):
+            return await self.register(owner, memory.buffer, access)
+        with ExitStack() as pinned:  # the device does not deregister a region while a window is bound to it
+            memory.pins.add()
+            pinned.callback(memory.pins.discard)
             window = await open_part(MemoryWindow(owner, self._base, MwType.TYPE_2))
-            try:  # a window must not be destroyed while the bind is in flight
-                binding = self._channel.qp.bind_window(window, memory, access)
-                return window, binding.result() if binding.done() else await wait_uncancelled(binding)
+            # A count of its own, because others may use the same region.
+            binds = WaitableInFlightCount(memory.pins)
+            local = RegionSlice(memory.region, memory.offset, len(memory), binds)
+            try:
+                return window, await self._channel.qp.bind_window(window, local, access)
             except BaseException:
-                await wait_uncancelled(window.aclose())
+                closing = running_loop().create_task(self._close_unused(window, binds, pinned.pop_all()))
+                self._closing.add(closing)
+                closing.add_done_callback(self._closing.discard)
+                if not binds:
+                    await wait_uncancelled(closing)
                 raise
-        return await self.register(owner, memory.buffer, access)
+
+    async def _close_unused(self, window: MemoryWindow, binds: WaitableInFlightCount, pinned: ExitStack) -> None:
+        """Close a window that the peer does not know, as soon as no bind of it is in flight: until then it must not be
+        destroyed, and that takes as long as the peer's device does not acknowledge earlier requests.
+
+        :param window: window.
+        :param binds: count of its binds in flight.
+        :param pinned: pins the region, and is closed at the end.
+        :raises VerbsError: the window cannot be closed. It is closed together with the queue pair.
+        """
+        with pinned:
+            await binds.wait()
+            await window.aclose()
 
     async def register(
         self, owner: Resource, memory: memoryview, access: AccessFlags

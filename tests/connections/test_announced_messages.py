@@ -403,6 +403,26 @@ async def test_a_send_cancelled_while_it_waits_for_another_is_not_sent(device: D
 
 
 @every_way_to_cancel
+@pytest.mark.parametrize("is_cached", [True, False])
+@needs(Capability.FAULT_PLAN)
+async def test_a_send_cancelled_while_it_binds_a_window_is_not_sent(
+    device: Device, cancel: Cancel, is_cached: bool
+) -> None:
+    """The call does not wait for the device, which binds the window behind sends that the peer has not acknowledged."""
+    async with pair(device) as ends:
+        ends.domain.cache.max_bytes = 256 << 20 if is_cached else LENGTH - 1
+        grants = end_of(ends.near).grants
+        hold(device, ends.near.qp)
+        sending = ends.near.send([sample(LENGTH), sample(LENGTH, 1)])
+        async with asyncio.timeout(patience(10)):
+            await cancel(sending, lambda: grants._local_grants and ends.near.qp.statistics().sends.in_flight)
+        assert not grants._local_grants
+        unhold(device, ends.near.qp)
+        await until(lambda: not grants._closing)
+        await settled(ends)
+
+
+@every_way_to_cancel
 async def test_a_send_cancelled_without_a_credit_is_not_sent(device: Device, cancel: Cancel) -> None:
     async with pair(device) as ends:
         count = await use_up(ends.near)

@@ -28,7 +28,7 @@ from tests.capabilities import Capability, needs
 from tests.connections.ends import HOST, SMALL, Cancel, deeper, every_way_to_cancel, pair, use_up, works
 from tests.holding import hold, unhold
 from tests.manager.held_verbs import StayingAllocator, thread_inside
-from tests.pace import fewer
+from tests.pace import fewer, patience
 from tests.waiting import until
 
 READ, WRITE, ATOMIC = AccessFlags.REMOTE_READ, AccessFlags.REMOTE_WRITE, AccessFlags.REMOTE_ATOMIC
@@ -316,6 +316,31 @@ async def test_a_cancelled_grant_leaves_no_key(device: Device, region: AccessFla
         await ends.far.receive()
         async with await ends.near.grant(memory, READ):
             assert len(await ends.far.receive_grant()) == 64
+
+
+@every_way_to_cancel
+@needs(Capability.OBJECT_COUNTS)
+@needs(Capability.FAULT_PLAN)
+async def test_a_cancelled_grant_does_not_wait_for_the_device(device: Device, cancel: Cancel) -> None:
+    """The bind of a window ends behind requests that the peer's device does not acknowledge. Closing the region waits
+    for that.
+    """
+    async with pair(device) as ends:
+        region = await ends.domain.register(64, LOCAL | READ | AccessFlags.MW_BIND).open()
+        before = device.statistics().objects
+        hold(device, ends.near.qp)
+        async with asyncio.timeout(patience(10)):
+            await cancel(ends.near.grant(region, READ), lambda: len(region.pins) > 1)
+        closing = asyncio.create_task(region.aclose())
+        await asyncio.sleep(0.02)
+        assert not closing.done()
+        unhold(device, ends.near.qp)
+        await closing
+        assert not ends.near.broken
+        async with ends.domain.register(64, LOCAL | READ | AccessFlags.MW_BIND) as region:
+            assert device.statistics().objects == before
+            async with await ends.near.grant(region, READ):
+                assert len(await ends.far.receive_grant()) == 64
 
 
 async def test_grants_end_with_the_connection(device: Device) -> None:

@@ -294,13 +294,17 @@ class AnnouncedMessages:
         :raises Exception: whatever `QueuePair.read` raises, at once or when awaited.
         """
         reads = reading.posted
-        while reading.next is not None and not message.withdrawn:
-            if len(reads) < _READS_IN_FLIGHT:
-                reads.append(self._state.qp.read(*reading.next))
-                reading.next = next(reading.ranges, None)
-            else:
+        while reading.next is not None:
+            if len(reads) == _READS_IN_FLIGHT:
                 await reads[0]
                 del reads[0]
+            # The withdrawal may have arrived long ago, while this end was busy: the key may be invalid already.
+            if not self._state.poll():
+                raise ConcurrentAccessError("another thread is executing a verb on the domain of the connection")
+            if message.withdrawn:
+                break
+            reads.append(self._state.qp.read(*reading.next))
+            reading.next = next(reading.ranges, None)
         while reads:
             await reads[0]
             del reads[0]

@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import errno
 import gc
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator
 from dataclasses import replace
 from typing import Any
@@ -543,6 +544,47 @@ async def test_a_send_cancelled_beside_used_up_credits_is_withdrawn_at_once(devi
         await until(lambda: not unread(ends.far))
         for _ in range(count):
             assert await ends.far.receive() == b"one of them"
+        await settled(ends)
+
+
+@pytest.mark.parametrize("into", [False, True], ids=["receive", "receive_into"])
+@pytest.mark.parametrize("after", [0, 3])
+async def test_a_withdrawal_that_has_arrived_ends_the_reads(
+    device: Device, monkeypatch: pytest.MonkeyPatch, into: bool, after: int
+) -> None:
+    """Even if the loop of the receiver was busy, and handles completions only later: the key may be invalid by then."""
+    monkeypatch.setattr(announced_messages, "_READ_BYTES", LENGTH // 20)
+    async with pair(device) as ends:
+        near, buffer, posted, read = end_of(ends.near).channel, bytearray(LENGTH), 0, QueuePair.read
+
+        async def receive() -> bytes:
+            return bytes(buffer[: await ends.far.receive_into(buffer)]) if into else await ends.far.receive()
+
+        def withdraw() -> None:
+            (number,) = near.sender._announced
+            near.sender.withdraw_announcement(number)
+            time.sleep(0.05)  # until it has arrived
+
+        def counted_read(*args: Any, **options: Any) -> Any:
+            nonlocal posted
+            posted += 1
+            operation = read(*args, **options)
+            if posted == after:
+                withdraw()
+            return operation
+
+        sending = asyncio.create_task(ends.near.send(changeable()))
+        assert await receive() == sample(LENGTH)  # its memory is registered from now on
+        await sending
+        monkeypatch.setattr(QueuePair, "read", counted_read)
+        sending = asyncio.create_task(ends.near.send(changeable()))
+        await until(lambda: unread(ends.far))
+        following = asyncio.create_task(ends.near.send(b"next"))  # begins when this task waits
+        if not after:
+            withdraw()
+        assert await receive() == b"next"
+        assert posted == after
+        await asyncio.gather(sending, following)
         await settled(ends)
 
 

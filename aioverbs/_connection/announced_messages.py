@@ -20,6 +20,8 @@ answer uses no credit: see `max_announced`.
 import asyncio
 from collections import deque
 from collections.abc import Iterator
+from time import monotonic
+from typing import NamedTuple
 
 import anyio
 
@@ -42,10 +44,15 @@ from aioverbs.errors import (
 
 __all__ = ["AnnouncedMessage", "AnnouncedMessages"]
 
-# The reads that are in flight when the peer withdraws a message have to end within the time for which the peer waits,
-# and small messages share the send queue with them.
-_READ_BYTES = 8 << 20
+# Small messages share the send queue with the reads. Those that are in flight when the peer withdraws a message have to
+# end within the 5 seconds for which the peer waits, also if the connection becomes slower meanwhile. So they are as
+# long as what the connection transfers in half a second.
 _READS_IN_FLIGHT = 8
+_IN_FLIGHT_S = 0.5
+_FIRST_BYTES_IN_FLIGHT = 1 << 20
+_MIN_BYTES_IN_FLIGHT = 128 << 10
+_MAX_BYTES_IN_FLIGHT = 16 << 20
+_READ_BYTES = 8 << 20
 _END_TIMEOUT_S = 5.0  # for the reads of a cancelled call to memory of the caller
 
 _ENDED = (BrokenResourceError, ClosedResourceError, WorkCompletionError)
@@ -70,22 +77,64 @@ class AnnouncedMessage:
         self.reading: _Reading | None = None  # None if it is not being read, and was not read yet
 
 
+class _Pace:
+    """Length of the reads of a connection, from the time that earlier ones took."""
+
+    __slots__ = ("bytes_in_flight",)
+
+    def __init__(self) -> None:
+        self.bytes_in_flight = _FIRST_BYTES_IN_FLIGHT  # limit for all of them together
+
+    @property
+    def read_bytes(self) -> int:
+        """Length of the next read."""
+        return min(self.bytes_in_flight // 2, _READ_BYTES)
+
+    def on_ended(self, length: int, seconds: float) -> None:
+        """Choose the length of the next reads.
+
+        :param length: number of bytes that were in flight when a read was posted, with its own.
+        :param seconds: time from then to its end, which is also the end of those before it.
+        """
+        transferred = int(length * _IN_FLIGHT_S / max(seconds, 1e-6))
+        self.bytes_in_flight = min(max(transferred, _MIN_BYTES_IN_FLIGHT), _MAX_BYTES_IN_FLIGHT)
+
+
+class _Posted(NamedTuple):
+    """Read that was posted.
+
+    :param read: its operation.
+    :param length: its length in bytes.
+    :param in_flight: number of bytes that were in flight with it.
+    :param time: when it was posted, by the monotonic clock.
+    """
+
+    read: Operation[None]
+    length: int
+    in_flight: int
+    time: float
+
+
 class _Reading:
     """Reads of an announced message, in progress or complete.
 
     :param parts: parts of the message.
     :param memory: registered memory of its length, which the reads write to.
+    :param pace: length of the reads.
     :param view: the same memory for the user, if it is the library's.
     """
 
-    __slots__ = ("is_complete", "next", "pins", "posted", "ranges", "rest", "view")
+    __slots__ = ("in_flight", "is_complete", "next", "pins", "posted", "ranges", "rest", "view")
 
-    def __init__(self, parts: list[AnnouncedPart], memory: RegionSlice, view: memoryview | None = None) -> None:
+    def __init__(
+        self, parts: list[AnnouncedPart], memory: RegionSlice, pace: _Pace, view: memoryview | None = None
+    ) -> None:
         # A count of its own, because others may use the same registration for any length of time.
         self.pins = WaitableInFlightCount(memory.pins)
-        self.ranges = _ranges(parts, RegionSlice(memory.region, memory.offset, len(memory), self.pins))
+        self.ranges = _ranges(parts, RegionSlice(memory.region, memory.offset, len(memory), self.pins), pace)
         self.next = next(self.ranges, None)  # what has to be read next
-        self.posted: deque[Operation[None]] = deque()  # reads, in their order, that were not found complete yet
+        self.posted: deque[_Posted] = deque()  # reads, in their order, that were not found complete yet
+        self.in_flight = 0  # sum of their lengths
         self.is_complete = False
         self.rest: asyncio.Task[None] | None = None  # goes on to read after the call that began has ended
         self.view = view
@@ -105,6 +154,7 @@ class AnnouncedMessages:
         self._sender = sender
         self._max_message = max_message
         self._memory = memory
+        self._pace = _Pace()
         self._limit = 0
         self._unanswered: dict[int, AnnouncedMessage] = {}  # by number
         # Numbers that the peer may still withdraw before it gets the answer, at most `_limit`.
@@ -200,7 +250,7 @@ class AnnouncedMessages:
             await asyncio.wait([reading.rest])
         if (reading is None or not reading.is_complete) and not message.withdrawn:
             memory, view = await self._memory.take(message.length)
-            reading = _Reading(message.parts, memory, view)
+            reading = _Reading(message.parts, memory, self._pace, view)
             if not message.withdrawn:
                 await self._read(message, reading)
         return reading.view if self.finish(message) and reading is not None else None
@@ -227,7 +277,8 @@ class AnnouncedMessages:
         try:
             await reading.pins.wait()  # as an operation can be awaited only once
             while reading.posted:
-                reading.posted.popleft().result()
+                reading.posted.popleft().read.result()
+            reading.in_flight = 0
             await self._read_rest(message, reading)
         except (*_ENDED, BusyResourceError, ConcurrentAccessError, QueuePairStateError, VerbsError):
             reading.posted.clear()
@@ -256,7 +307,7 @@ class AnnouncedMessages:
         """
         if message.withdrawn:
             return
-        reading = message.reading = _Reading(message.parts, memory)
+        reading = message.reading = _Reading(message.parts, memory, self._pace)
         try:
             await self._read_rest(message, reading)
         except BaseException as error:
@@ -293,25 +344,37 @@ class AnnouncedMessages:
 
         :raises Exception: whatever `QueuePair.read` raises, at once or when awaited.
         """
-        reads = reading.posted
         while reading.next is not None:
-            if len(reads) == _READS_IN_FLIGHT:
-                await reads[0]
-                del reads[0]
+            local, remote = reading.next
+            in_flight = reading.in_flight + len(local)
+            if reading.posted and (len(reading.posted) == _READS_IN_FLIGHT or in_flight > self._pace.bytes_in_flight):
+                await self._end_first_read(reading)
+                continue
             # The withdrawal may have arrived long ago, while this end was busy: the key may be invalid already.
             if not self._state.poll():
                 raise ConcurrentAccessError("another thread is executing a verb on the domain of the connection")
             if message.withdrawn:
                 break
-            reads.append(self._state.qp.read(*reading.next))
+            reading.posted.append(_Posted(self._state.qp.read(local, remote), len(local), in_flight, monotonic()))
+            reading.in_flight = in_flight
             reading.next = next(reading.ranges, None)
-        while reads:
-            await reads[0]
-            del reads[0]
+        while reading.posted:
+            await self._end_first_read(reading)
         reading.is_complete = reading.next is None
 
+    async def _end_first_read(self, reading: _Reading) -> None:
+        """Wait until the read that was posted first has ended.
 
-def _ranges(parts: list[AnnouncedPart], memory: RegionSlice) -> Iterator[tuple[RegionSlice, RemoteRegion]]:
+        :raises Exception: whatever `QueuePair.read` raises when awaited.
+        """
+        read, length, in_flight, time = reading.posted[0]
+        await read
+        del reading.posted[0]
+        reading.in_flight -= length
+        self._pace.on_ended(in_flight, monotonic() - time)
+
+
+def _ranges(parts: list[AnnouncedPart], memory: RegionSlice, pace: _Pace) -> Iterator[tuple[RegionSlice, RemoteRegion]]:
     """Copy the parts of a message that the announcement contains to memory, and yield what has to be read: ranges of
     the memory, each with the peer's memory of the same length.
     """
@@ -322,7 +385,9 @@ def _ranges(parts: list[AnnouncedPart], memory: RegionSlice) -> Iterator[tuple[R
             memory.buffer[at:end] = part.data
         else:
             remote = RemoteRegion(part.address, part.length, part.rkey)
-            for start in range(0, part.length, _READ_BYTES):
-                step = min(_READ_BYTES, part.length - start)
+            start = 0
+            while start < part.length:
+                step = min(pace.read_bytes, part.length - start)
                 yield memory[at + start : at + start + step], remote[start : start + step]
+                start += step
         at = end

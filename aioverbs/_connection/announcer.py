@@ -171,8 +171,8 @@ class Announcer:
         """Wait until the peer has read a message, and take the keys back. If the memory of the message cannot change
         and the peer has at most 8 MiB of such messages to read, do not wait.
 
-        If this is cancelled, the message is withdrawn, and the keys are taken back before this raises: at once if the
-        peer does not answer within 5 seconds.
+        If this is cancelled, the message is withdrawn. If its memory can change, the keys are taken back before this
+        raises, even if the peer does not answer within 5 seconds.
 
         :raises BrokenResourceError: the connection broke first.
         :raises ClosedResourceError: this end closed the connection first.
@@ -180,14 +180,16 @@ class Announcer:
         """
         answered = announcement.answered
         if announcement.is_constant and self._unread_bytes + announcement.length <= _MAX_UNREAD_BYTES:
-            self._unread_bytes += announcement.length
-            self._run(self._finish_later(announcement))
+            self._leave(announcement)
             return
         try:
             await asyncio.wait([answered])
         finally:
             if answered.done():
                 await announcement.memory.aclose()
+            elif announcement.is_constant:
+                self._channel.sender.withdraw_announcement(announcement.number)
+                self._leave(announcement)
             else:
                 await wait_uncancelled(self._withdraw(announcement))
         if answered.cancelled():
@@ -199,8 +201,13 @@ class Announcer:
         self._finishing.add(task)
         task.add_done_callback(self._finishing.discard)
 
+    def _leave(self, announcement: _Announcement) -> None:
+        """Let a task wait for the answer to a message whose memory cannot change."""
+        self._unread_bytes += announcement.length
+        self._run(self._finish_later(announcement))
+
     async def _finish_later(self, announcement: _Announcement) -> None:
-        """Do the work of `_finish` in a task of its own."""
+        """Wait until the peer has read or dropped a message, and take the keys back."""
         try:
             await asyncio.wait([announcement.answered])
         finally:

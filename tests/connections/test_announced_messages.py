@@ -44,7 +44,7 @@ from aioverbs._connection.wire import (
     pack_announcement,
     parse_announcement,
 )
-from aioverbs._core.data_path.data_path import Operation
+from aioverbs._core.data_path.data_path import Operation, RegionSlice
 from tests.capabilities import Capability, needs
 from tests.connections.ends import SMALL, Cancel, Pair, deeper, every_way_to_cancel, pair, use_up, works
 from tests.connections.test_messages import sample
@@ -585,6 +585,71 @@ async def test_a_withdrawal_that_has_arrived_ends_the_reads(
         assert await receive() == b"next"
         assert posted == after
         await asyncio.gather(sending, following)
+        await settled(ends)
+
+
+class Link:
+    """Slow connection, with a clock of its own.
+
+    :param rate: bytes per second.
+    """
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+        self.now = self.free_at = 0.0
+        self.lengths: list[int] = []
+        self.longest_s = 0.0  # for the reads that were in flight at a moment
+
+    async def transfer(self, read: Operation[None], ends_at: float) -> None:
+        await read
+        self.now = max(self.now, ends_at)
+
+    def read(self, read: Callable[..., Operation[None]], qp: QueuePair, local: RegionSlice, *args: Any) -> Any:
+        self.lengths.append(len(local))
+        self.free_at = max(self.free_at, self.now) + len(local) / self.rate
+        self.longest_s = max(self.longest_s, self.free_at - self.now)
+        return self.transfer(read(qp, local, *args), self.free_at)
+
+
+@pytest.mark.parametrize("rate", [1e6, 13e6, 100e6, 10e9])
+async def test_reads_in_flight_end_soon_on_slow_connections(
+    device: Device, monkeypatch: pytest.MonkeyPatch, rate: float
+) -> None:
+    """The sender of a message that is withdrawn waits for 5 seconds."""
+    length = 48 << 20
+    async with pair(device, deeper(SMALL, max_message=length)) as ends:
+        link, read = Link(rate), QueuePair.read
+        monkeypatch.setattr(announced_messages, "monotonic", lambda: link.now)
+        monkeypatch.setattr(QueuePair, "read", lambda *args: link.read(read, *args))
+        sending = asyncio.create_task(ends.near.send(bytes(length)))
+        assert len(await ends.far.receive_buffer()) == length
+        await sending
+        assert link.longest_s < 2.5
+        if rate > 1e9:
+            assert max(link.lengths) == 8 << 20
+        link.rate /= 4  # while the reads of the usual length are in flight
+        link.longest_s = 0
+        sending = asyncio.create_task(ends.near.send(bytes(length)))
+        assert len(await ends.far.receive_buffer()) == length
+        await sending
+        assert link.longest_s < 2.5
+
+
+async def test_a_cancelled_send_of_memory_that_cannot_change_does_not_wait(device: Device) -> None:
+    """The key stays valid, so that the connection of a peer that reads slowly does not break."""
+    async with pair(device) as ends:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(announcer, "_MAX_UNREAD_BYTES", 0)
+            patch.setattr(end_of(ends.far).channel.receiver.announced, "withdraw", lambda number: True)
+            sending = asyncio.create_task(ends.near.send(sample(LENGTH)))
+            await until(lambda: unread(ends.far))
+            sending.cancel()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert sending.cancelled()
+            await ends.near.send(b"next")
+            assert await ends.far.receive() == sample(LENGTH)
+            assert await ends.far.receive() == b"next"
         await settled(ends)
 
 

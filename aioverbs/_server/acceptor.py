@@ -21,6 +21,7 @@ from aioverbs._lifecycle.resource import lifecycle_of, open_part
 from aioverbs._server.accept import AcceptSettings
 from aioverbs._server.pending_peer import AcceptState, PendingPeer
 from aioverbs._server.tcp_listener import TcpListener, resolve
+from aioverbs._verbs.async_events import EventPump
 from aioverbs._verbs.base_domain import Domain
 from aioverbs.addresses import Address
 from aioverbs.errors import BrokenResourceError, ClosedResourceError, LibraryNotFoundError, VerbsError
@@ -78,12 +79,20 @@ class Acceptor:
         self._room_made = asyncio.Event()  # set when a handshake or a connection ends
         self._expiry: asyncio.TimerHandle | None = None  # while peers wait for room
         self._stopped = False  # `stop` or `close` was called, perhaps during `open`
+        self._domain: Domain | None = None
+        self._on_useless: Callable[[], object] = lambda: None
         self._grace = 0  # intervals until the next handshake may be expired
         self._on_idle: Callable[[], object] | None = None
         self._spare: SpareEnd | None = None
         self._unused: Connection | None = None  # the spare end, until it is closed
         self._handshakes = self._connections = self._accepted = 0
         self._refused: Counter[str] = Counter()
+
+    def when_useless(self, callback: Callable[[], object]) -> None:
+        """Set the function that is called without arguments, on the loop that opened the acceptor, when no connection
+        can be made any longer, because the domain was closed or its device is lost. It closes the acceptor.
+        """
+        self._on_useless = callback
 
     async def open(
         self, host: str | None, port: int, backlog: int, transport: Transport, domain: Domain | None
@@ -110,6 +119,7 @@ class Acceptor:
         :raises RuntimeError: no asyncio event loop is running.
         """
         self._loop, self._owner = running_loop(), Affinity.of_running_loop()
+        self._domain = domain
         self._stopped = False
         try:
             if domain is not None:
@@ -305,7 +315,7 @@ class Acceptor:
 
         If the peer has not become a connection when this ends, the peer is counted as refused, with the reason that
         `on_peer` returned, ``"TimeoutError"``, ``"cancelled"``, or the name of the class of the exception that
-        `on_peer` raised. That exception is logged.
+        `on_peer` raised. That exception is logged, unless the domain is closed or its device lost.
         """
         reason = "cancelled"
         try:
@@ -315,9 +325,22 @@ class Acceptor:
             reason = "TimeoutError"
         except Exception as error:
             reason = type(error).__name__
-            logger.exception("the connection with %s could not be handled", pending.peer)
+            if not self._is_useless():
+                logger.exception("the connection with %s could not be handled", pending.peer)
         finally:
             pending.refuse(reason)
+        if reason and self._is_useless():
+            logger.warning("no longer listening: the domain was closed, or its device is lost")
+            running_loop().call_soon(self._on_useless)
+
+    def _is_useless(self) -> bool:
+        """Return whether the domain is closed, or its device is lost."""
+        if self._domain is None:
+            return False
+        try:
+            return EventPump.of(self._domain.base.handle.context).is_lost()
+        except ClosedResourceError:
+            return True
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         """Remove a task that has ended. The peer of a task that was cancelled before it ran is counted as refused."""
@@ -477,13 +500,17 @@ class Acceptor:
             on_idle()
 
     def destroy(self) -> None:
-        """Close the sockets if the loop that opened the acceptor is closed; otherwise leave that to the loop.
+        """Close the sockets if the loop that opened the acceptor is closed; otherwise leave that to the loop, which
+        calls the function that was passed to `when_useless`.
 
         This is called from any thread when the parent domain or pool is closed: its `Lifecycle` calls ``destroy`` on
         each handle that it holds.
         """
         if self._is_orphaned():
             self._abandon()
+        elif self._domain is not None and self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+                self._loop.call_soon_threadsafe(self._on_useless)
 
     def _is_orphaned(self) -> bool:
         """Return whether the loop that opened the acceptor is closed."""

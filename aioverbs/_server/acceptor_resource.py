@@ -41,6 +41,7 @@ class AcceptorResource(anyio.abc.AsyncResource):
         self._thread = 0  # of the loop that opened it
         self._is_closing = False  # `close` was called
         self._closed = False
+        acceptor.when_useless(self.close)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} at {', '.join(map(format_address, self.addresses)) or 'no address'}>"

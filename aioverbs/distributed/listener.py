@@ -22,6 +22,8 @@ __all__ = ["AioverbsListener"]
 
 logger = logging.getLogger("aioverbs")
 
+_RETRY_S = 1.0
+
 
 class AioverbsListener(BaseListener):
     """Listener of the scheme ``aioverbs``.
@@ -68,20 +70,25 @@ class AioverbsListener(BaseListener):
         :raises OSError: the name has no address, the port is in use, or the address does not belong to this machine.
         :raises Exception: any other exception that `aioverbs.listen` or `shared_device` raises.
         """
-        domain = await get_domain()
-        listener = listen(
+        self._listener = listener = await self._listen()
+        # IPv4 first: the host name of a machine often has no address of IPv6
+        self._address = min(listener.addresses, key=lambda address: ":" in address[0])
+        self._port = self._address[1]
+        self._start_task(self._accept(listener))
+
+    async def _listen(self) -> ConnectionListener:
+        """Listen on the domain of the running loop.
+
+        :raises Exception: whatever `start` raises.
+        """
+        return await listen(
             self._host or None,
             self._port,
-            domain=domain,
+            domain=await get_domain(),
             transport=transport(),
             settings=connection_settings(),
             backlog=int(dask.config.get("distributed.comm.socket-backlog")),
-        )
-        await listener.open()
-        self._listener = listener
-        # IPv4 first: the host name of a machine often has no address of IPv6
-        self._address = min(listener.addresses, key=lambda address: ":" in address[0])
-        self._start_task(self._accept(listener))
+        ).open()
 
     def _start_task(self, coroutine: Any) -> None:
         """Run a coroutine in a task of its own."""
@@ -90,9 +97,31 @@ class AioverbsListener(BaseListener):
         task.add_done_callback(self._tasks.discard)
 
     async def _accept(self, listener: ConnectionListener) -> None:
-        """Handle each connection in a task of its own, until the listener is closed."""
-        async for connection in listener:
-            self._begin(connection)
+        """Handle each connection in a task of its own, until this is stopped."""
+        while self._listener is listener:
+            async for connection in listener:
+                self._begin(connection)
+            listener = await self._replace(listener)
+
+    async def _replace(self, listener: ConnectionListener) -> ConnectionListener:
+        """Listen again at the same port, on another domain, because a listener has ended with its domain or device. Try
+        again until that is possible.
+
+        :returns: the new listener; the same one if this was stopped.
+        """
+        while self._listener is listener:
+            try:
+                replacement = await self._listen()
+            except Exception as error:
+                logger.warning("cannot listen again at %s: %s", self.listen_address, error)
+                await asyncio.sleep(_RETRY_S)
+                continue
+            if self._listener is listener:
+                self._listener = replacement
+            else:  # stopped meanwhile
+                replacement.close()
+            return replacement
+        return listener
 
     def _begin(self, connection: Connection) -> None:
         """Make a comm of a connection, and handle it in a task, which alone refers to it: if the task is cancelled

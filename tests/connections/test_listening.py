@@ -37,6 +37,7 @@ from aioverbs._connection.shared_queues import lease_block
 from aioverbs._connection.tcp_control import TcpControlChannel
 from aioverbs._memory.buffer_pool import LeasedBuffer
 from aioverbs._verbs.base_domain import Domain
+from tests.capabilities import Capability, needs
 from tests.connections.certificates import contexts
 from tests.connections.ends import HOST, SMALL, deeper, pair, works
 from tests.connections.serving import echo
@@ -381,6 +382,29 @@ async def test_an_exception_of_a_handshake_is_logged_and_counted(
     assert "could not be handled" in record.message
     assert record.exc_info is not None
     assert isinstance(record.exc_info[1], ValueError)
+
+
+@needs(Capability.FAULT_PLAN)
+async def test_listeners_end_when_the_device_is_lost(device: Device, caplog: pytest.LogCaptureFixture) -> None:
+    """At the next peer."""
+    async with (
+        open_device("soft0") as another,
+        another.resource_domain() as domain,
+        device.resource_domain() as lost,
+        listen(HOST, domain=lost) as listener,
+        serve(echo, HOST, domain=lost) as server,
+    ):
+        device.faults.lose_device()
+        for port in (listener.port, server.port):
+            with pytest.raises((BrokenResourceError, HandshakeError)):
+                await connect(HOST, port, domain=domain)
+        async with asyncio.timeout(patience(10)):
+            with pytest.raises(ClosedResourceError):
+                await listener.accept()
+            await server.wait_closed()
+    assert [each.message for each in caplog.records].count(
+        "no longer listening: the domain was closed, or its device is lost"
+    ) == 2
 
 
 async def test_max_connections_is_enforced(device: Device) -> None:

@@ -352,6 +352,29 @@ async def test_a_lost_device_is_replaced() -> None:
     assert domain.closed
 
 
+@pytest.mark.parametrize("is_known", [False, True])
+async def test_a_listener_outlives_its_device(is_known: bool) -> None:
+    """Whether the process has replaced the lost domain already, or learns of the loss from the next peer."""
+
+    async def handle(comm: AioverbsComm) -> None:
+        await comm.write(await comm.read())
+
+    listener = await listen(ADDRESS, handle)
+    address = listener.contact_address
+    a = await connect(address)
+    aioverbs.shared_device().faults.lose_device()
+    await until(a.closed)
+    if is_known:
+        await get_domain()
+    for _ in range(2):
+        a = await connect(address, timeout=patience(10))
+        await a.write("x")
+        assert await a.read() == "x"
+        await a.close()
+    assert listener.contact_address == address
+    listener.stop()
+
+
 def test_a_forked_child_has_a_device_of_its_own() -> None:
     async def exchange() -> None:
         async with pair() as (a, b):

@@ -21,7 +21,7 @@ _STEPS = 4  # sizes from one power of two to the next, so that less than a quart
 
 
 class RecycledMemory:
-    """Registered memory of one domain and event loop.
+    """Registered memory of a protection domain, for the connections of all event loops.
 
     There is nothing to release: memory is used again when no memoryview of it, and no object made from one, exists any
     longer. Up to 256 MiB are kept for that.
@@ -35,9 +35,10 @@ class RecycledMemory:
 
     def __init__(self, domain: Domain) -> None:
         self._pd = domain.base
-        self._loop = running_loop()
+        self._loop: asyncio.AbstractEventLoop | None = None  # on which memory was last taken
         self._trimming: asyncio.Task[None] | None = None
-        # Regions that are not in use; the last one was used last. Finalizers append, in any thread.
+        # Regions that are not in use; the last one was used last. Other loops, and finalizers in any thread, change it
+        # at any time, so it is copied before it is searched, and the one that removes a region has it.
         self._idle: deque[MemoryRegion] = deque()
         # By the id of the weak reference, which is kept: it has no hash.
         self._in_use: dict[int, tuple[weakref.ref[ctypes.Array[ctypes.c_char]], MemoryRegion]] = {}
@@ -52,18 +53,31 @@ class RecycledMemory:
         :raises OSError: the process cannot map that much memory.
         :raises ClosedResourceError: the domain is closed.
         """
+        self._loop = running_loop()
         size = _rounded(length)
-        # That of the last use may still be in the CPU's cache. A copy, since finalizers may append.
-        region = next((each for each in reversed(self._idle.copy()) if len(each) == size and not each.pins), None)
-        if region is not None:
-            self._idle.remove(region)
-        else:
+        region = self._take_idle(size)
+        if region is None:
             region = MemoryRegion(self._pd, self._pd.handle, map_pages(size), AccessFlags.LOCAL_WRITE)
             await open_part(region, keeps_parents=False)
         memory = (ctypes.c_char * size).from_buffer(region.buffer)
         reference = weakref.ref(memory, self._return)
         self._in_use[id(reference)] = reference, region
         return region[:length], memoryview(memory).cast("B")[:length]
+
+    def _take_idle(self, size: int | None = None) -> MemoryRegion | None:
+        """Take a region that is not in use, neither by the user nor by work requests.
+
+        :param size: its size: the region that was used last, as it may still be in the CPU's cache; None for the region
+            of any size that was not used for the longest time.
+        :returns: the region; None if there is none.
+        """
+        regions = self._idle.copy()
+        for region in regions if size is None else reversed(regions):
+            if size in (None, len(region)) and not region.pins:
+                with contextlib.suppress(ValueError):  # another loop has taken it
+                    self._idle.remove(region)
+                    return region
+        return None
 
     def _return(self, reference: "weakref.ref[ctypes.Array[ctypes.c_char]]") -> None:
         """Keep a region for the next use, because no memoryview of it exists any longer. This is called in any thread.
@@ -72,26 +86,28 @@ class RecycledMemory:
         """
         _, region = self._in_use.pop(id(reference))
         self._idle.append(region)
-        if self._surplus() > 0 and not lifecycle_of(self._pd).inherited:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: the domain deregisters the memory
-                self._loop.call_soon_threadsafe(self._start_trimming)
+        loop = self._loop
+        if loop is not None and self._surplus() > 0 and not lifecycle_of(self._pd).inherited:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: another one trims when it returns memory
+                loop.call_soon_threadsafe(self._start_trimming, loop)
 
     def _surplus(self) -> int:
         """Return how many bytes more are not in use than are kept; 0 or less if there are none."""
-        return sum(len(each) for each in self._idle.copy()) - _MAX_IDLE_BYTES  # a copy, since finalizers may append
+        return sum(len(each) for each in self._idle.copy()) - _MAX_IDLE_BYTES
 
-    def _start_trimming(self) -> None:
-        """Start `_trim`, unless it runs, so that it also deregisters what was returned since."""
-        if self._trimming is None or self._trimming.done():
-            self._trimming = self._loop.create_task(self._trim())
+    def _start_trimming(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Start `_trim` on the running loop, unless it runs, so that it also deregisters what was returned since."""
+        trimming = self._trimming
+        if trimming is None or trimming.done() or trimming.get_loop().is_closed():
+            self._trimming = loop.create_task(self._trim())
 
     async def _trim(self) -> None:
         """Deregister the memory that was not used for the longest time, until at most 256 MiB are not in use.
 
         :raises VerbsError: the device cannot deregister it. It is closed together with the domain.
         """
-        while self._surplus() > 0:
-            await self._idle.popleft().aclose()
+        while self._surplus() > 0 and (region := self._take_idle()) is not None:
+            await region.aclose()
 
 
 def _rounded(length: int) -> int:
@@ -103,8 +119,8 @@ def _rounded(length: int) -> int:
 
 
 def recycled_memory_of(domain: Domain) -> RecycledMemory:
-    """Return the memory that connections of the running loop on a domain share."""
-    key = "received messages", running_loop()
+    """Return the memory that connections on a protection domain share."""
+    key = "received messages"
     found = shared_resources_of(domain.base).get(key)
     if found is None:
         found = shared_resources_of(domain.base).setdefault(key, RecycledMemory(domain))

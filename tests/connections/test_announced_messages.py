@@ -29,6 +29,8 @@ from aioverbs import (
     VerbsError,
     WcStatus,
     WorkCompletionError,
+    connect,
+    listen,
 )
 from aioverbs._connection import announced_messages, announcer, establishment, recycled_memory
 from aioverbs._connection.connection import end_of
@@ -45,11 +47,12 @@ from aioverbs._connection.wire import (
     parse_announcement,
 )
 from aioverbs._core.data_path.data_path import Operation, RegionSlice
+from aioverbs._verbs.base_domain import shared_resources_of
 from tests.capabilities import Capability, needs
-from tests.connections.ends import SMALL, Cancel, Pair, deeper, every_way_to_cancel, pair, use_up, works
+from tests.connections.ends import HOST, SMALL, Cancel, Pair, deeper, every_way_to_cancel, pair, use_up, works
 from tests.connections.test_messages import sample
 from tests.holding import hold, unhold
-from tests.pace import patience
+from tests.pace import fewer, patience
 from tests.waiting import until
 
 LENGTH = 400_000
@@ -368,6 +371,56 @@ async def test_idle_memory_is_bounded(device: Device, monkeypatch: pytest.Monkey
         await asyncio.to_thread(taken.clear)
         await until(lambda: sum(each.closed for each in regions) == 2)
         assert sum(map(len, memory._idle)) <= 2 * LENGTH
+
+
+def test_memory_of_closed_loops_is_used_again(device: Device) -> None:
+    """A protection domain may outlive many loops. A message that outlives its loop stays as it is."""
+    pd = device.protection_domain()
+    kept: list[memoryview] = []
+
+    async def receive_buffer(seed: int) -> None:
+        if not seed:
+            await pd.open()
+        async with device.resource_domain(pd) as domain, listen(HOST, domain=domain, settings=SMALL) as listener:
+            near = await connect(HOST, listener.port, domain=domain, settings=SMALL)
+            far = await listener.accept()
+            await near.send(sample(LENGTH, seed))
+            message = await far.receive_buffer()
+            assert bytes(message) == sample(LENGTH, seed)
+            if seed == 1:
+                kept.append(message)
+            near.abort()
+            far.abort()
+
+    for seed in range(4):
+        asyncio.run(receive_buffer(seed))
+        gc.collect()
+    (memory,) = (each for each in shared_resources_of(pd).values() if isinstance(each, recycled_memory.RecycledMemory))
+    assert (len(memory._idle), len(memory._in_use)) == (1, 1)
+    assert bytes(kept[0]) == sample(LENGTH, 1)
+    kept.clear()
+    assert (len(memory._idle), len(memory._in_use)) == (2, 0)
+    asyncio.run(pd.aclose())
+
+
+async def test_memory_is_shared_by_loops_at_the_same_time(device: Device) -> None:
+    async with device.resource_domain() as domain:
+        memory = recycled_memory.recycled_memory_of(domain)
+        assert recycled_memory.recycled_memory_of(domain) is memory
+
+        async def use(seed: int) -> None:
+            for _ in range(fewer(200)):
+                _, view = await memory.take(LENGTH)
+                view[:] = bytes([seed]) * LENGTH
+                await asyncio.sleep(0)
+                assert view[0] == view[-1] == seed
+                del view
+
+        async with asyncio.TaskGroup() as group:
+            for seed in range(3):
+                group.create_task(asyncio.to_thread(asyncio.run, use(seed)))
+        assert len(memory._idle) <= 3
+        assert not memory._in_use
 
 
 # ---- Cancellation

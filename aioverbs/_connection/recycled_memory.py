@@ -9,7 +9,7 @@ from collections import deque
 from aioverbs._core.data_path.data_path import RegionSlice
 from aioverbs._lifecycle.affinity import running_loop
 from aioverbs._lifecycle.resource import lifecycle_of, open_part
-from aioverbs._memory.region import MemoryRegion, map_pages
+from aioverbs._memory.region import MemoryRegion, is_shortage, map_pages
 from aioverbs._verbs.base_domain import Domain, shared_resources_of
 from aioverbs.types import AccessFlags
 
@@ -49,20 +49,33 @@ class RecycledMemory:
         :param length: length in bytes, at least 1.
         :returns: the memory as a registered slice, and as a memoryview of format ``B``. The memory is not used again
             while the memoryview, or an object made from it, exists.
-        :raises VerbsError: the device cannot register the memory.
-        :raises OSError: the process cannot map that much memory.
+        :raises VerbsError: the device cannot register the memory, even after that which is not in use was deregistered.
+        :raises OSError: the process cannot map that much memory, even then.
         :raises ClosedResourceError: the domain is closed.
         """
         self._loop = running_loop()
         size = _rounded(length)
-        region = self._take_idle(size)
-        if region is None:
-            region = MemoryRegion(self._pd, self._pd.handle, map_pages(size), AccessFlags.LOCAL_WRITE)
-            await open_part(region, keeps_parents=False)
+        while (region := self._take_idle(size)) is None:
+            try:
+                region = await self._register(size)
+                break
+            except OSError as error:
+                idle = self._take_idle() if is_shortage(error) else None
+                if idle is None:
+                    raise
+            await idle.aclose()
         memory = (ctypes.c_char * size).from_buffer(region.buffer)
         reference = weakref.ref(memory, self._return)
         self._in_use[id(reference)] = reference, region
         return region[:length], memoryview(memory).cast("B")[:length]
+
+    async def _register(self, size: int) -> MemoryRegion:
+        """Return a new region.
+
+        :raises Exception: whatever `take` raises.
+        """
+        region = MemoryRegion(self._pd, self._pd.handle, map_pages(size), AccessFlags.LOCAL_WRITE)
+        return await open_part(region, keeps_parents=False)
 
     def _take_idle(self, size: int | None = None) -> MemoryRegion | None:
         """Take a region that is not in use, neither by the user nor by work requests.

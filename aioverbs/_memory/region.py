@@ -157,6 +157,15 @@ def register_queue_memory(lifecycle: Lifecycle, pd: handles.ProtectionDomain, si
     return RegionSlice.of_all(own, handle, own.pins, AccessFlags.LOCAL_WRITE)
 
 
+def is_shortage(error: OSError) -> bool:
+    """Return whether memory could not be mapped or registered because the process or the device has too much of it, so
+    that giving some back may help.
+
+    :param error: exception of `map_pages`, or a `VerbsError`.
+    """
+    return error.errno in (errno.ENOMEM, errno.ENOSPC, errno.EAGAIN)
+
+
 def is_large(length: int) -> bool:
     """Return whether memory of a size in bytes is large enough to be registered in a thread: 16 MiB or more."""
     return length >= _LARGE_BYTES

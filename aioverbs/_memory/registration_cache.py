@@ -22,8 +22,8 @@ from aioverbs._lifecycle.resource import (
     suppress_warning,
 )
 from aioverbs._lifecycle.turns import LIGHT, spend, yield_to_loop
-from aioverbs._memory.region import MemoryRegion
-from aioverbs.errors import BusyResourceError, ClosedResourceError, ForkedProcessError
+from aioverbs._memory.region import MemoryRegion, is_shortage
+from aioverbs.errors import BusyResourceError, ClosedResourceError, ForkedProcessError, VerbsError
 from aioverbs.types import AccessFlags
 
 if TYPE_CHECKING:
@@ -208,7 +208,8 @@ class RegistrationCache:
     region instead.
 
     At the end of a block and when a further buffer is registered, the cache evicts registrations whose object only the
-    cache references, and, if a limit is exceeded, the least recently used ones. Registrations in use or under DMA stay.
+    cache references, and, if a limit is exceeded or the device can register no more memory, the least recently used
+    ones. Registrations in use or under DMA stay.
     Peers that hold the key of a registration keep access until it is evicted. Closing the protection domain evicts all
     registrations.
 
@@ -390,9 +391,10 @@ class RegistrationCache:
                     await entry.wait_settled()
                     if entry.deserted:
                         await self._close_deserted(entry)
-                except BaseException:
+                except BaseException as error:
                     entry.users.discard(user)
-                    raise
+                    if not (isinstance(error, VerbsError) and is_shortage(error) and await self._close_idle()):
+                        raise
                 entry.users.discard(user)  # try again: the entry is ready now, or was removed
         finally:
             del view
@@ -416,6 +418,18 @@ class RegistrationCache:
             raise
         finally:
             entry.opened()
+
+    async def _close_idle(self) -> bool:
+        """Evict the registration that is idle and was not used for the longest time, and deregister its memory.
+
+        :returns: False if there is none.
+        :raises VerbsError: the device cannot deregister the memory, which `drop` tries again.
+        """
+        with self._lock:
+            idle = [entry for entry in self._entries.values() if entry.idle][:1]
+            self._evict(idle)
+        await _close_regions(idle)
+        return bool(idle)
 
     async def _close_deserted(self, entry: _Entry) -> None:
         """Remove an entry that no task continues to open, and close its region if a thread has opened it.

@@ -373,6 +373,25 @@ async def test_idle_memory_is_bounded(device: Device, monkeypatch: pytest.Monkey
         assert sum(map(len, memory._idle)) <= 2 * LENGTH
 
 
+@needs(Capability.FAULT_PLAN)
+@pytest.mark.parametrize("count", [1, 2, 3])
+async def test_idle_memory_makes_room_for_other_sizes(device: Device, count: int) -> None:
+    """The memory that was not used for the longest time is given back first, and no more than necessary."""
+    async with device.resource_domain() as domain:
+        memory = recycled_memory.recycled_memory_of(domain)
+        taken = [await memory.take(length * LENGTH) for length in (1, 2)]
+        regions = [each.region for each, _ in taken]
+        while taken:
+            del taken[0]
+        device.faults.fail("reg_mr", errno.ENOMEM, times=count)
+        if count < 3:
+            assert len((await memory.take(3 * LENGTH))[1]) == 3 * LENGTH
+        else:
+            with pytest.raises(VerbsError, match="ibv_reg_mr"):
+                await memory.take(3 * LENGTH)
+        assert [each.closed for each in regions] == [True, count > 1]
+
+
 def test_memory_of_closed_loops_is_used_again(device: Device) -> None:
     """A protection domain may outlive many loops. A message that outlives its loop stays as it is."""
     pd = device.protection_domain()

@@ -147,6 +147,28 @@ async def test_read_only_memory_is_not_written(pd: ProtectionDomain) -> None:
 
 
 @needs(Capability.FAULT_PLAN)
+@pytest.mark.parametrize(("error", "count", "evicted"), [
+    (errno.ENOMEM, 1, 1), (errno.ENOMEM, 2, 2), (errno.ENOMEM, 3, 2), (errno.EOPNOTSUPP, 1, 0),
+])  # fmt: skip
+async def test_idle_registrations_make_room(device: Device, error: int, count: int, evicted: int) -> None:
+    """If the device can register no more memory, those that were not used for the longest time are evicted first."""
+    async with device.protection_domain() as pd:
+        used, buffers, more = bytearray(SIZE), [bytearray(SIZE), bytearray(SIZE)], bytearray(SIZE)
+        async with pd.cache.region(used) as held:
+            regions = []
+            for buffer in buffers:
+                async with pd.cache.region(buffer) as region:
+                    regions.append(region)
+            device.faults.fail("reg_mr", error, times=count)
+            with pytest.raises(VerbsError) if count > 2 or not evicted else contextlib.nullcontext():
+                async with pd.cache.region(more) as region:
+                    assert region.state is ResourceState.OPEN
+            assert [each.closed for each in regions] == [evicted > 0, evicted > 1]
+            assert not held.closed
+        more.extend(b"free to be resized" if count > 2 or not evicted else b"")
+
+
+@needs(Capability.FAULT_PLAN)
 async def test_unsuitable_memory_is_refused(pd: ProtectionDomain, device: Device) -> None:
     with pytest.raises(BufferError):
         await use(pd, memoryview(bytearray(64))[::2])

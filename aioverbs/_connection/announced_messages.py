@@ -119,7 +119,7 @@ class _Reading:
     """Reads of an announced message, in progress or complete.
 
     :param parts: parts of the message.
-    :param memory: registered memory of its length, which the reads write to.
+    :param memory: registered memory of its length, which the reads write to; None if it is read by pieces.
     :param pace: length of the reads.
     :param view: the same memory for the user, if it is the library's.
     """
@@ -127,11 +127,13 @@ class _Reading:
     __slots__ = ("in_flight", "is_complete", "next", "pins", "posted", "ranges", "rest", "view")
 
     def __init__(
-        self, parts: list[AnnouncedPart], memory: RegionSlice, pace: _Pace, view: memoryview | None = None
+        self, parts: list[AnnouncedPart], memory: RegionSlice | None, pace: _Pace, view: memoryview | None = None
     ) -> None:
         # A count of its own, because others may use the same registration for any length of time.
-        self.pins = WaitableInFlightCount(memory.pins)
-        self.ranges = _ranges(parts, RegionSlice(memory.region, memory.offset, len(memory), self.pins), pace)
+        self.pins = WaitableInFlightCount(memory.pins if memory is not None else None)
+        self.ranges: Iterator[tuple[RegionSlice, RemoteRegion]] = iter(())
+        if memory is not None:
+            self.ranges = _ranges(parts, RegionSlice(memory.region, memory.offset, len(memory), self.pins), pace)
         self.next = next(self.ranges, None)  # what has to be read next
         self.posted: deque[_Posted] = deque()  # reads, in their order, that were not found complete yet
         self.in_flight = 0  # sum of their lengths
@@ -147,13 +149,23 @@ class AnnouncedMessages:
     :param sender: sender of the same end, for the answers.
     :param max_message: size of the longest message accepted from the peer, in bytes.
     :param memory: memory of the library for messages.
+    :param spare: registered memory that nothing else uses.
     """
 
-    def __init__(self, state: ChannelState, sender: MessageSender, max_message: int, memory: RecycledMemory) -> None:
+    def __init__(
+        self,
+        state: ChannelState,
+        sender: MessageSender,
+        max_message: int,
+        memory: RecycledMemory,
+        spare: RegionSlice,
+    ) -> None:
         self._state = state
         self._sender = sender
         self._max_message = max_message
         self._memory = memory
+        self._spare = spare
+        self._spare_lock = asyncio.Lock()  # held while a message is read by pieces
         self._pace = _Pace()
         self._limit = 0
         self._unanswered: dict[int, AnnouncedMessage] = {}  # by number
@@ -237,20 +249,27 @@ class AnnouncedMessages:
         If this is cancelled or raises, the message can be read again: the reads go on, and the next call gets what they
         have read. The memory is used for nothing else until they have ended.
 
+        If memory of its length cannot be registered, the message is read by pieces.
+
         :param message: the message.
-        :returns: the message, as a memoryview from `RecycledMemory.take`; None if it was withdrawn.
+        :returns: the message, in memory that is used for nothing else while the memoryview, or an object made from it,
+            exists; None if it was withdrawn.
         :raises BrokenResourceError: the connection is broken, or the peer's memory cannot be read, which breaks it.
         :raises ClosedResourceError: this end closed the connection.
         :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
-        :raises VerbsError: ``ibv_post_send`` failed, or the device cannot register memory.
-        :raises OSError: the process cannot map memory.
+        :raises VerbsError: ``ibv_post_send`` failed.
+        :raises MemoryError: the process has no memory for the message.
         """
         reading = message.reading
         if reading is not None and reading.rest is not None:  # an earlier call was cancelled
             await asyncio.wait([reading.rest])
         if (reading is None or not reading.is_complete) and not message.withdrawn:
-            memory, view = await self._memory.take(message.length)
-            reading = _Reading(message.parts, memory, self._pace, view)
+            try:
+                memory, view = await self._memory.take(message.length)
+            except OSError:  # as VerbsError: the device cannot register it; else the process cannot map it
+                reading = _Reading(message.parts, None, self._pace, memoryview(bytearray(message.length)))
+            else:
+                reading = _Reading(message.parts, memory, self._pace, view)
             if not message.withdrawn:
                 await self._read(message, reading)
         return reading.view if self.finish(message) and reading is not None else None
@@ -261,6 +280,9 @@ class AnnouncedMessages:
         :raises Exception: whatever `read` raises.
         """
         message.reading = reading
+        if reading.next is None:
+            await self._wait_for_pieces(message, reading)
+            return
         try:
             await self._read_rest(message, reading)
         except BaseException as error:
@@ -285,6 +307,55 @@ class AnnouncedMessages:
             await reading.pins.wait()
         finally:
             self._on_ended(message, reading)
+
+    async def _wait_for_pieces(self, message: AnnouncedMessage, reading: _Reading) -> None:
+        """Let a task read a message by pieces, and wait for it.
+
+        :raises Exception: whatever `read` raises.
+        """
+        reading.rest = rest = running_loop().create_task(self._read_by_pieces(message, reading))
+        rest.add_done_callback(lambda rest: rest.cancelled() or rest.exception())  # of a cancelled call: read again
+        await asyncio.wait([rest])
+        try:
+            rest.result()
+        except _ENDED as error:
+            self._state.raise_ended(error)
+
+    async def _read_by_pieces(self, message: AnnouncedMessage, reading: _Reading) -> None:
+        """Read a message through the spare buffer, piece by piece, until it is withdrawn.
+
+        :raises Exception: whatever `QueuePair.read` raises, at once or when awaited.
+        """
+        assert reading.view is not None
+        spare, at = self._spare, 0
+        try:
+            async with self._spare_lock:
+                for part in message.parts:
+                    end = at + part.length
+                    remote = RemoteRegion(part.address, part.length, part.rkey)
+                    if part.data is not None:
+                        reading.view[at:end] = part.data
+                        at = end
+                    while at < end:
+                        self._poll()
+                        if message.withdrawn:
+                            return
+                        step, start = min(len(spare), end - at), at - end + part.length
+                        await self._state.qp.read(spare[:step], remote[start : start + step])
+                        reading.view[at : at + step] = spare.buffer[:step]
+                        at += step
+            reading.is_complete = True
+        finally:
+            self._on_ended(message, reading)
+
+    def _poll(self) -> None:
+        """Handle what has arrived. A withdrawal may have arrived long ago, while this end was busy: then the key of the
+        message may be invalid.
+
+        :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
+        """
+        if not self._state.poll():
+            raise ConcurrentAccessError("another thread is executing a verb on the domain of the connection")
 
     def _on_ended(self, message: AnnouncedMessage, reading: _Reading) -> None:
         """Handle that no read of a message is in flight any longer."""
@@ -316,9 +387,8 @@ class AnnouncedMessages:
                 self._state.raise_ended(error)
             raise
         finally:
+            self._on_ended(message, reading)
             message.reading = None
-            if message.withdrawn:
-                self._answer(message)
 
     async def _end_reads(self, reading: _Reading) -> None:
         """Wait until no read is in flight. After 5 seconds, break the connection, which ends them."""
@@ -350,9 +420,7 @@ class AnnouncedMessages:
             if reading.posted and (len(reading.posted) == _READS_IN_FLIGHT or in_flight > self._pace.bytes_in_flight):
                 await self._end_first_read(reading)
                 continue
-            # The withdrawal may have arrived long ago, while this end was busy: the key may be invalid already.
-            if not self._state.poll():
-                raise ConcurrentAccessError("another thread is executing a verb on the domain of the connection")
+            self._poll()
             if message.withdrawn:
                 break
             reading.posted.append(_Posted(self._state.qp.read(local, remote), len(local), in_flight, monotonic()))

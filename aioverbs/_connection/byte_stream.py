@@ -34,6 +34,8 @@ class MessageByteStream(ByteStream):
         :raises AffinityError: another event loop owns the connection.
         :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain; no bytes are
             lost.
+        :raises VerbsError: ``ibv_post_send`` failed; no bytes are lost.
+        :raises MemoryError: the process has no memory for the next bytes, which are not lost.
         :raises ValueError: `max_bytes` is less than 1.
         """
         if max_bytes < 1:

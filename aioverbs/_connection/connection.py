@@ -361,6 +361,8 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         :raises AffinityError: another event loop owns the connection; nothing was done.
         :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain; no message is
             lost.
+        :raises VerbsError: ``ibv_post_send`` failed, with which a long message is read; no message is lost.
+        :raises MemoryError: the process has no memory for the message, which is not lost.
         """
         return self._open_end().channel.receiver.receive()
 
@@ -378,7 +380,8 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         :returns: an awaitable that returns the length of the message in bytes.
         :raises ValueError: the message is longer than `buffer`. It is not lost: the next call gets it.
         :raises TypeError: `buffer` is not a contiguous, writable buffer.
-        :raises VerbsError: the device cannot register `buffer`; no message is lost.
+        :raises VerbsError: the device cannot register `buffer`, or ``ibv_post_send`` failed; no message is lost. The
+            other methods need no further registration.
         :raises Exception: any other exception that `receive` raises.
         """
         return self._open_end().channel.receiver.receive_into(buffer)
@@ -391,9 +394,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         that, it is used for other messages, or unmapped: there is nothing to release.
 
         :returns: an awaitable that returns a memoryview of format ``B``, as long as the message.
-        :raises VerbsError: the device cannot register memory; no message is lost.
-        :raises OSError: the process cannot map memory; no message is lost.
-        :raises Exception: any other exception that `receive` raises.
+        :raises Exception: whatever `receive` raises.
         """
         return self._open_end().channel.receiver.receive_buffer()
 

@@ -81,10 +81,10 @@ class MessageChannel(ChannelState):
         self._settings = settings
         self._credits: Credits | None = None
         receives = settings.receive_depth + 1  # one more than the peer gets credits, for the handshake
-        receive_bytes = receives * settings.buffer_size
-        self.sender = MessageSender(self, block[receive_bytes:], settings.buffer_size)
+        receive_bytes, size = receives * settings.buffer_size, settings.buffer_size
+        self.sender = MessageSender(self, block[receive_bytes:-size], size)
         self.receiver = MessageReceiver(
-            self, self.sender, block[:receive_bytes], receives, settings.max_message, domain, on_control
+            self, self.sender, block[:receive_bytes], receives, block[-size:], settings.max_message, domain, on_control
         )
 
     def start(self, depth: int, buffer_size: int, max_message: int, handshake_messages: int, announces: bool) -> None:

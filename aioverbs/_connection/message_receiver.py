@@ -47,6 +47,7 @@ class MessageReceiver:
     :param sender: sender of the same end, which returns credits and gets those that the peer returns.
     :param memory: memory of the receives.
     :param count: number of receives, one more than the peer gets credits.
+    :param spare: memory of the size of a receive that nothing else uses.
     :param max_message: size of the longest message accepted from the peer, in bytes.
     :param domain: domain that the memory for received messages is registered with.
     :param on_control: called with the kind, number and bytes of each control message, except for CREDITS; raises
@@ -59,12 +60,13 @@ class MessageReceiver:
         sender: MessageSender,
         memory: RegionSlice,
         count: int,
+        spare: RegionSlice,
         max_message: int,
         domain: Domain,
         on_control: Callable[[FrameKind, int, bytes], None],
     ) -> None:
         self.messages = 0
-        self.announced = AnnouncedMessages(state, sender, max_message, recycled_memory_of(domain))
+        self.announced = AnnouncedMessages(state, sender, max_message, recycled_memory_of(domain), spare)
         self._state = state
         self._sender = sender
         self._on_control = on_control
@@ -109,6 +111,8 @@ class MessageReceiver:
         :raises ClosedResourceError: the channel is closed.
         :raises AffinityError: another event loop owns the connection.
         :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
+        :raises VerbsError: ``ibv_post_send`` failed.
+        :raises MemoryError: the process has no memory for the message.
         """
         self._begin_receiving("receive")
         try:

@@ -20,7 +20,7 @@ _TIMEOUT_TOLERANCE = 4  # devices may wait up to 4 times as long as the code say
 class ConnectionSettings:
     """Sizes and times of one end of a connection. The settings of the two ends may differ.
 
-    The buffers are registered memory: `receive_depth` + 1 + `send_buffers` buffers of `buffer_size` bytes each.
+    The buffers are registered memory: `receive_depth` + 2 + `send_buffers` buffers of `buffer_size` bytes each.
 
     :param buffer_size: size of a buffer in bytes, 512..2**30. Longer messages are sent in fragments, and those of 384
         KiB or more from where they are.
@@ -79,7 +79,7 @@ class ConnectionSettings:
     @property
     def block_size(self) -> int:
         """Total size of all buffers of a connection, in bytes."""
-        return (self.receive_depth + 1 + self.send_buffers) * self.buffer_size
+        return (self.receive_depth + 2 + self.send_buffers) * self.buffer_size
 
     @property
     def completions(self) -> int:

@@ -281,15 +281,68 @@ async def test_memory_that_cannot_be_registered_is_sent_in_fragments(device: Dev
 
 
 @needs(Capability.FAULT_PLAN)
-@pytest.mark.parametrize("how", HOW)
-async def test_a_receiver_that_cannot_register_loses_no_message(device: Device, how: str) -> None:
+@pytest.mark.parametrize("how", ["receive", "receive_buffer"])
+@pytest.mark.parametrize("what", ["register", "map"])
+async def test_a_receiver_that_has_no_memory_reads_by_pieces(
+    device: Device, monkeypatch: pytest.MonkeyPatch, how: str, what: str
+) -> None:
+    async with pair(device) as ends:
+        await ends.near.send([b"head", sample(LENGTH), b"tail"])
+        await until(lambda: unread(ends.far))
+        if what == "register":
+            device.faults.fail("reg_mr", errno.ENOMEM, times=1000)
+        else:
+            failing = mock.Mock(side_effect=OSError(errno.ENOMEM, "no memory"))
+            monkeypatch.setattr(recycled_memory, "map_pages", failing)
+        hold(device, ends.far.qp)
+        receiving = asyncio.create_task(receive(ends.far, how))
+        await until(lambda: being_read(ends.far))
+        receiving.cancel()  # the task that reads goes on
+        await asyncio.wait([receiving])
+        unhold(device, ends.far.qp)
+        assert await receive(ends.far, how) == b"head" + sample(LENGTH) + b"tail"
+        device.faults.fail("reg_mr", errno.ENOMEM, times=0)
+        await settled(ends)
+
+
+@needs(Capability.FAULT_PLAN)
+async def test_a_message_that_is_read_by_pieces_is_withdrawn(device: Device, reading_may_end: asyncio.Event) -> None:
+    async with pair(device) as ends:
+        sending = asyncio.create_task(ends.near.send(changeable()))
+        await until(lambda: unread(ends.far))
+        device.faults.fail("reg_mr", errno.ENOMEM)
+        receiving = asyncio.create_task(ends.far.receive())
+        await until(lambda: being_read(ends.far))
+        sending.cancel()
+        await until(lambda: is_withdrawn(ends.far))
+        assert not sending.done()
+        reading_may_end.set()
+        await asyncio.wait([sending])
+        await ends.near.send(b"next")
+        assert await receiving == b"next"
+        await settled(ends)
+
+
+@needs(Capability.FAULT_PLAN)
+async def test_a_message_that_cannot_be_read_by_pieces_breaks_the_connection(device: Device) -> None:
+    async with talking(device) as (ends, send):
+        await send(FrameKind.ANNOUNCE, 1, announcement())
+        await until(lambda: unread(ends.far))
+        device.faults.fail("reg_mr", errno.ENOMEM)
+        for _ in range(2):
+            with pytest.raises(BrokenResourceError):
+                await ends.far.receive()
+
+
+@needs(Capability.FAULT_PLAN)
+async def test_receive_into_memory_that_cannot_be_registered_loses_no_message(device: Device) -> None:
     async with pair(device) as ends:
         await ends.near.send(sample(LENGTH))
         await until(lambda: unread(ends.far))
         device.faults.fail("reg_mr", errno.ENOMEM)
         with pytest.raises(VerbsError, match="ibv_reg_mr"):
-            await receive(ends.far, how)
-        assert await receive(ends.far, how) == sample(LENGTH)
+            await receive(ends.far, "receive_into")
+        assert await receive(ends.far, "receive_into") == sample(LENGTH)
         await settled(ends)
 
 
@@ -784,7 +837,9 @@ async def receive_from_stream(connection: Connection) -> bytes:
     return received
 
 
-OF_THE_LIBRARY: dict[str, Callable[[Connection], Coroutine[Any, Any, Any]]] = {
+Receive = Callable[[Connection], Coroutine[Any, Any, Any]]
+
+OF_THE_LIBRARY: dict[str, Receive] = {
     "receive": lambda connection: connection.receive(),
     "receive_with_immediate": lambda connection: connection.receive_with_immediate(),
     "receive_buffer": lambda connection: receive(connection, "receive_buffer"),
@@ -792,10 +847,15 @@ OF_THE_LIBRARY: dict[str, Callable[[Connection], Coroutine[Any, Any, Any]]] = {
 }
 """Ways to receive that need no memory of the caller."""
 
+EVERY_WAY: dict[str, Receive] = {
+    **OF_THE_LIBRARY,
+    "receive_into": lambda connection: receive(connection, "receive_into"),
+}
+
 
 @every_way_to_cancel
 @pytest.mark.parametrize("first", OF_THE_LIBRARY)
-@pytest.mark.parametrize("then", [*OF_THE_LIBRARY, "receive_into"])
+@pytest.mark.parametrize("then", EVERY_WAY)
 @needs(Capability.FAULT_PLAN)
 async def test_a_cancelled_receive_does_not_wait_for_the_device(
     device: Device, monkeypatch: pytest.MonkeyPatch, cancel: Cancel, first: str, then: str
@@ -816,7 +876,7 @@ async def test_a_cancelled_receive_does_not_wait_for_the_device(
         hold(device, ends.far.qp)
         async with asyncio.timeout(patience(10)):
             await cancel(OF_THE_LIBRARY[first](ends.far), lambda: being_read(ends.far))
-            again = OF_THE_LIBRARY.get(then, lambda connection: receive(connection, then))
+            again = EVERY_WAY[then]
             await cancel(again(ends.far), lambda: end_of(ends.far).channel.receiver._is_pending)
         receiving = asyncio.create_task(again(ends.far))
         await asyncio.sleep(0)

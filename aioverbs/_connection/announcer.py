@@ -90,9 +90,11 @@ class Announcer:
             because it has too many parts, or the device cannot register its memory.
         :raises Exception: whatever `MessageSender.send` raises.
         """
+        short_bytes = sum(len(part) for part in parts if len(part) < _SHORT_BYTES)
+        if short_bytes > self._channel.sender.fragment_size:  # before they are joined
+            return None
         pieces = list(_join_short(parts))
         prefix = b"" if immediate is None else IMMEDIATE.pack(immediate)
-        short_bytes = sum(len(piece) for piece in pieces if isinstance(piece, bytes))
         if (
             len(prefix) + announcement_size(len(pieces), short_bytes) > self._channel.sender.fragment_size
             or sum(isinstance(piece, memoryview) for piece in pieces) > MAX_READ_PARTS

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import gc
 import time
+import tracemalloc
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator
 from dataclasses import replace
 from typing import Any
@@ -148,6 +149,21 @@ async def test_messages_of_every_kind(device: Device, settings: ConnectionSettin
                 assert await ends.near.receive_with_immediate() == (expected, immediate)
                 await sending
         await settled(ends)
+
+
+async def test_short_parts_are_not_joined_if_they_do_not_fit(device: Device) -> None:
+    part = sample(4000)
+    async with pair(device) as ends:
+        tracemalloc.start()
+        try:
+            sending = asyncio.create_task(ends.near.send([part] * 250))
+            await until(lambda: ends.near.traffic().waits)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert await ends.far.receive() == part * 250
+        await sending
+        assert peak < len(part) * 250 // 2
 
 
 async def test_order_and_backpressure(device: Device) -> None:

@@ -55,8 +55,9 @@ def cgroup_limit(memberships: str, read: Callable[[str], str | None]) -> float:
         controllers, _, path = rest.partition(":")
         if controllers and "cpu" not in controllers.split(","):
             continue
-        for folder in _with_parents(_CGROUPS / controllers, path):
-            if controllers:  # version 1 names the controllers of a hierarchy, and mounts it under their names
+        # A hierarchy of version 1 is mounted under the names of its controllers, in any order, with a link for each.
+        for folder in _with_parents(_CGROUPS / "cpu" if controllers else _CGROUPS, path):
+            if controllers:
                 quota, period = read(f"{folder}/cpu.cfs_quota_us"), read(f"{folder}/cpu.cfs_period_us")
                 limit = min(limit, _quotient(quota, period))
             else:

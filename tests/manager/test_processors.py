@@ -16,7 +16,7 @@ V1 = "5:memory:/docker/1\n4:cpu,cpuacct:/docker/1\n3:cpuset:/docker/1\n1:name=sy
 
 
 def v1(folder: str, quota: object, period: object = 100000) -> dict[str, str]:
-    path = f"{ROOT}/cpu,cpuacct{folder}"
+    path = f"{ROOT}/cpu{folder}"  # a link to cpu,cpuacct
     return {f"{path}/cpu.cfs_quota_us": f"{quota}\n", f"{path}/cpu.cfs_period_us": f"{period}\n"}
 
 
@@ -43,7 +43,9 @@ def v1(folder: str, quota: object, period: object = 100000) -> dict[str, str]:
         (V1, v1("/docker/1", -1), math.inf),
         (V1, v1("", 100000, 50000), 2),  # a container sees its own cgroup as the root
         (V1, v1("/docker/1", 400000) | v1("/docker", 100000), 1),
-        (V1, {f"{ROOT}/cpu,cpuacct/docker/1/cpu.cfs_quota_us": "100000\n"}, math.inf),
+        (V1, {f"{ROOT}/cpu/docker/1/cpu.cfs_quota_us": "100000\n"}, math.inf),
+        ("4:cpuacct,cpu:/docker/1\n", v1("/docker/1", 50000), 0.5),  # not the order of the mount
+        ("4:cpu:/docker/1\n", v1("/docker/1", 50000), 0.5),
         ("3:cpuset:/a\n", {f"{ROOT}/cpuset/a/cpu.cfs_{each}_us": "1\n" for each in ("quota", "period")}, math.inf),
         (V1 + V2, v1("/docker/1", 300000) | {f"{ROOT}/system.slice/cpu.max": "200000 100000\n"}, 2),
         (V2, {f"{ROOT}/cpu.max": "100000 0\n"}, math.inf),

@@ -38,7 +38,9 @@ def resolve_host(host: SoftHost) -> SoftAddress:
     try:
         if (found := _known(host.name)) is None:
             found = _ask(host.name)
-            host.choose(found)  # an answer without a usable address is not kept
+            chosen = host.choose(found).host  # an answer without a usable address is not kept
+            if chosen.is_loopback and host.name != "localhost":
+                logger.warning("%s is %s, which no other host reaches: see /etc/hosts", host.name, chosen)
             found = _resolved.setdefault(host.name, found)  # another thread may have asked meanwhile
         return host.choose(found)
     except (OSError, ValueError) as error:
@@ -61,8 +63,8 @@ def _known(name: str) -> tuple[IPv4Address | IPv6Address, ...] | None:
 def _ask(name: str) -> tuple[IPv4Address | IPv6Address, ...]:
     """Return the addresses of this host that a host name stands for, in the order of the resolver.
 
-    For this host's own name, if it stands for addresses of the loopback network only, as on Debian, the addresses of
-    this host's default routes come first.
+    For this host's own name, if a device could have no other of its addresses than those of the loopback network, as on
+    Debian, the addresses of this host's default routes come first.
 
     :raises OSError: the name cannot be resolved.
     :raises ValueError: the name stands for addresses of other hosts only.
@@ -71,13 +73,15 @@ def _ask(name: str) -> tuple[IPv4Address | IPv6Address, ...]:
     local = tuple(filter(_is_local, found))
     if found and not local:
         raise ValueError(f"it stands for {', '.join(map(str, found))}, but this host has no such address")
-    if name == "localhost" or not all(address.is_loopback for address in local):
+    if name == "localhost" or _label(name) != _label(socket.gethostname()):
         return local
-    outward = tuple(_outward()) if _label(name) == _label(socket.gethostname()) else ()
+    try:
+        best = SoftHost(name, 0).choose(local)  # with any other port, a device can have these addresses as well
+    except ValueError:
+        return local
+    outward = tuple(_outward()) if best.host.is_loopback else ()
     if outward:
-        logger.info("%s is %s, because /etc/hosts says %s, which no other host reaches", name, outward[0], local[0])
-    else:
-        logger.warning("%s is %s, which no other host reaches: see /etc/hosts", name, local[0])
+        logger.info("%s is %s, because /etc/hosts says %s, which no other host reaches", name, outward[0], best.host)
     return outward + local
 
 

@@ -297,10 +297,17 @@ def test_descriptors_that_run_out_are_no_missing_address(resolver: Resolver, mon
 
 
 @pytest.mark.parametrize("name", ["storage-1", "Storage-1.example.org"])
+@pytest.mark.parametrize("unusable", [(), ("2001:db8::1",), ("fe80::1",)])
 def test_the_hosts_own_name_is_not_a_loopback_address(
-    resolver: Resolver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+    resolver: Resolver,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    unusable: tuple[str, ...],
 ) -> None:
-    resolver.answer = ("127.0.1.1",)
+    """Even if it has another address, which a device with a port that the system chooses cannot have."""
+    resolver.answer = "127.0.1.1", *unusable
+    monkeypatch.setattr(software_hosts, "_is_local", lambda address: True)
     monkeypatch.setattr(socket, "gethostname", lambda: "storage-1")
     monkeypatch.setattr(software_hosts, "_outward", lambda: map(ip_address, ("10.0.0.5", "fd00::5")))
     host = SoftHost(name, 0)

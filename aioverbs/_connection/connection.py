@@ -15,10 +15,11 @@ from aioverbs._connection.gather import Payload
 from aioverbs._connection.grants import Grant, RemoteGrant
 from aioverbs._connection.handshake import Offer
 from aioverbs._connection.message_channel import ConnectionStatistics
+from aioverbs._connection.message_sender import MessageSender
 from aioverbs._connection.one_sided import Local, OneSidedRequests, Remote
 from aioverbs._connection.settings import ConnectionSettings
 from aioverbs._connection.wire import FrameKind
-from aioverbs._core.data_path.data_path import Operation, RegionSlice
+from aioverbs._core.data_path.data_path import Operation, RegionSlice, SharedFrame, UnreadMessages
 from aioverbs._exports import publish
 from aioverbs._lifecycle.affinity import Affinity, running_loop
 from aioverbs._lifecycle.lifecycle import OPEN, Lifecycle
@@ -63,6 +64,9 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         self._cq = cq
         self._end: ConnectionEnd | None = None
         self._requests: OneSidedRequests  # those of `_end`
+        self._sender: MessageSender  # of its channel, too
+        self._frame: SharedFrame
+        self._unread: UnreadMessages
 
     # ---- Opening and closing
 
@@ -97,6 +101,8 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         lifecycle.hold(end)
         lifecycle.stop, lifecycle.drain, lifecycle.drain_now = end.stop, end.drain, end.drain_now
         self._end, self._requests = end, end.requests
+        sender = end.channel.sender
+        self._sender, self._frame, self._unread = sender, sender.frame, end.channel.receiver.unread
 
     async def open(self) -> "Connection":
         """Return this connection itself, after checking that it is open. ``async with`` calls this.
@@ -293,12 +299,14 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
 
     # ---- Messages
 
-    def send(self, item: Payload, *, immediate: int | None = None) -> Coroutine[Any, Any, None]:
-        """Send a message. This returns an awaitable; when the await returns, the message is in flight and the memory of
-        `item` may be changed.
+    async def send(self, item: Payload, *, immediate: int | None = None) -> None:
+        """Send a message. When the await returns, the message is in flight and the memory of `item` may be changed.
 
         The await waits while the peer has no receive posted for the message, or while all send buffers are in flight;
-        otherwise it returns without letting other tasks run.
+        otherwise it returns without letting other tasks run, up to some dozens of messages in one turn of the loop.
+
+        While earlier messages are in flight, messages of at most 4 KiB that are sent in one turn of the loop leave
+        together, when the turn ends or before the next request on the connection.
 
         A message of 384 KiB or more is not copied into buffers: the peer's receive call reads it from the memory of
         `item`. The await returns when the peer has received it, or has dropped it because it closes its end: as for a
@@ -314,18 +322,21 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
             or tuple of them, which the peer receives as one message. The parts are not joined first.
         :param immediate: immediate data, 0..2**32-1, which the peer's `receive_with_immediate` returns; None for no
             immediate data.
-        :raises BrokenResourceError: when awaited: the connection is broken.
-        :raises ClosedResourceError: the connection is closed; when awaited: `send_eof` was called.
-        :raises ValueError: when awaited: the message is longer than the peer accepts, or `immediate` does not fit in 32
-            bits.
-        :raises TypeError: when awaited: `item` is neither a contiguous buffer nor a list or tuple of them, or
-            `immediate` is not an integer.
-        :raises AffinityError: when awaited: another event loop owns the connection; nothing was done.
-        :raises ConcurrentAccessError: when awaited: another thread is executing a verb on the same unlocked domain; the
-            peer receives no part of the message.
-        :raises VerbsError: when awaited: ``ibv_post_send`` failed; the peer receives no part of the message.
+        :raises BrokenResourceError: the connection is broken.
+        :raises ClosedResourceError: the connection is closed, or `send_eof` was called.
+        :raises ValueError: the message is longer than the peer accepts, or `immediate` does not fit in 32 bits.
+        :raises TypeError: `item` is neither a contiguous buffer nor a list or tuple of them, or `immediate` is not an
+            integer.
+        :raises AffinityError: another event loop owns the connection; nothing was done.
+        :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain; the peer receives
+            no part of the message.
+        :raises VerbsError: ``ibv_post_send`` failed; the peer receives no part of the message. If it fails for messages
+            that leave together, the connection breaks.
         """
-        return self._open_end().channel.sender.send(item, immediate)
+        is_open = self._lifecycle.state is OPEN
+        if is_open and (self._frame.add(item, immediate) or self._sender.send_at_once(item, immediate)):
+            return
+        await self._open_end().channel.sender.send(item, immediate)
 
     def send_nowait(self, item: Payload, *, immediate: int | None = None) -> None:
         """Send a message that fits in one buffer, if that is possible without waiting.
@@ -348,12 +359,10 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         """
         self._open_end().channel.sender.send_nowait(item, immediate)
 
-    def receive(self) -> Coroutine[Any, Any, bytes]:
-        """Wait for the next message. Its immediate data, if it has any, is dropped.
+    async def receive(self) -> bytes:
+        """Wait for the next message. Its immediate data, if it has any, is dropped. A cancelled await loses no message.
 
-        This returns an awaitable, which raises the exceptions below. A cancelled await loses no message.
-
-        :returns: an awaitable that returns the message as bytes.
+        :returns: the message.
         :raises anyio.EndOfStream: the peer sends no more messages, and all that it sent were returned.
         :raises BrokenResourceError: the connection is broken.
         :raises ClosedResourceError: the connection is closed.
@@ -364,7 +373,12 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         :raises VerbsError: ``ibv_post_send`` failed, with which a long message is read; no message is lost.
         :raises MemoryError: the process has no memory for the message, which is not lost.
         """
-        return self._open_end().channel.receiver.receive()
+        if self._lifecycle.state is OPEN:
+            message = self._unread.take()
+            if message is not None:
+                return message
+        received: bytes = await self._open_end().channel.receiver.receive()
+        return received
 
     def receive_into(self, buffer: "Buffer") -> Coroutine[Any, Any, int]:
         """Wait for the next message, and write it to memory of the caller. Its immediate data, if it has any, is

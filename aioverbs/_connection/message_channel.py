@@ -24,7 +24,8 @@ class ConnectionStatistics:
 
     :param messages_sent: number of user messages sent.
     :param messages_received: number of user messages returned by ``receive``.
-    :param credits: number of credits available, each for one message. One of them is reserved for returning credits.
+    :param credits: number of credits available, each for one receive of the peer. One of them is reserved for returning
+        credits.
     :param owed: number of credits not yet returned to the peer.
     :param waits: number of times that a message waited for a credit or a buffer.
     :param updates: number of messages sent only to return credits.
@@ -41,11 +42,12 @@ class ConnectionStatistics:
 class MessageChannel(ChannelState):
     """Messages over the queue pair of a connection.
 
-    Each message uses a receive of the peer. The sender has a credit for each receive that the peer has posted, so no
-    send is ever answered with an RNR NAK. A receive is posted again as soon as its bytes are copied, but its credit is
-    returned only when the user receives the message: a peer whose messages are not read cannot send more. A peer that
-    sends without a credit breaks the connection. So the unread data here is never more than the receives can hold, plus
-    one incomplete message.
+    Each frame uses a receive of the peer: a message, a fragment of one, or several short messages that are sent
+    together. The sender has a credit for each receive that the peer has posted, so no send is ever answered with an RNR
+    NAK. A receive is posted again as soon as its bytes are copied, but its credit is returned only when the user
+    receives its messages: a peer whose messages are not read cannot send more. A peer that sends without a credit
+    breaks the connection. So the unread data here is never more than the receives can hold, plus one incomplete
+    message.
 
         sender                                     receiver
         uses a credit, sends a fragment   ->
@@ -109,10 +111,11 @@ class MessageChannel(ChannelState):
         self.receiver.start(self._credits, handshake_messages)
 
     def _report_end(self) -> None:
-        """Wake all that wait for a message or a credit, then do the rest."""
+        """Wake all that wait for a message or a credit, do the rest, and send the last frame."""
         self.sender.wake_waiter()
         self.receiver.end_inbox()
         super()._report_end()
+        self.sender.frame.close()
 
     def statistics(self) -> ConnectionStatistics:
         """Return a `ConnectionStatistics`: the numbers of messages sent and received so far, of credits available and
@@ -121,7 +124,8 @@ class MessageChannel(ChannelState):
         """
         credit, sender = self._credits, self.sender
         free, owed = (credit.available, credit.owed) if credit is not None else (0, 0)
-        return ConnectionStatistics(sender.messages, self.receiver.messages, free, owed, sender.waits, sender.updates)
+        received = self.receiver.unread.received
+        return ConnectionStatistics(sender.messages, received, free, owed, sender.waits, sender.updates)
 
 
 publish(__name__)

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import anyio
 
@@ -13,7 +13,16 @@ from aioverbs._connection.message_sender import MessageSender
 from aioverbs._connection.reassembly import Assembly, MessageWithImmediate
 from aioverbs._connection.recycled_memory import recycled_memory_of
 from aioverbs._connection.wire import CREDITS_AT, WHOLE, FrameKind, parse_header
-from aioverbs._core.data_path.data_path import Inbox, ReceiveRing, RegionSlice, close_inbox, post_receives
+from aioverbs._core.data_path.data_path import (
+    Inbox,
+    MessageFrame,
+    ReceiveRing,
+    RegionSlice,
+    UnreadMessages,
+    close_inbox,
+    post_receives,
+)
+from aioverbs._lifecycle.turns import yield_to_loop
 from aioverbs._verbs.base_domain import Domain
 from aioverbs.errors import (
     AffinityError,
@@ -35,6 +44,7 @@ _CREDITS_MASK = 0x3FF << CREDITS_AT
 _DEFERRED = object()
 _UNLIMITED = 1 << 30
 _HANDSHAKE_MESSAGES = 4  # limit for each end
+_ENDS = (StopAsyncIteration, BrokenResourceError, ClosedResourceError, WorkCompletionError)  # of an inbox
 
 
 class MessageReceiver:
@@ -65,7 +75,6 @@ class MessageReceiver:
         domain: Domain,
         on_control: Callable[[FrameKind, int, bytes], None],
     ) -> None:
-        self.messages = 0
         self.announced = AnnouncedMessages(state, sender, max_message, recycled_memory_of(domain), spare)
         self._state = state
         self._sender = sender
@@ -73,12 +82,12 @@ class MessageReceiver:
         self._credits: Credits | None = None
         self._assembly = Assembly(max_message)
         self._deferred_credits = 0  # credits of fragments that arrived while messages were unread
-        self._is_pending = False  # a task waits for a message, or reads one
-        self._held: object = None  # the next message, taken from the inbox, but not received by the user
+        self._max_message = max_message
         self._cache = domain.cache
         self._handshake_messages_left = _UNLIMITED
         self.inbox = Inbox(state.receive_queue, self._on_received, self._on_flushed)
         self._ring = ReceiveRing(self.inbox, memory, count)
+        self.unread = UnreadMessages(state.owner, state, self.inbox, self._on_consumed)
 
     def post_receives(self) -> None:
         """Post all receives to the queue pair, which the caller has moved to INIT.
@@ -116,7 +125,15 @@ class MessageReceiver:
         """
         self._begin_receiving("receive")
         try:
-            item = await self._next()
+            if self.unread.held is None and self.unread.frame is None:  # the usual case, without another coroutine
+                try:
+                    item = await self.inbox.__anext__()
+                except _ENDS as error:
+                    self._raise_end(error)
+                if type(item) is not bytes:
+                    item = await self._next(item)
+            else:
+                item = await self._next()
             while type(item) is AnnouncedMessage:
                 view = await self.announced.read(item)
                 if view is not None:
@@ -124,8 +141,8 @@ class MessageReceiver:
                 else:
                     item = await self._next()
         finally:
-            self._is_pending = False
-        self.messages += 1
+            self.unread.receiving = False
+        self.unread.received += 1
         self._on_consumed()
         if type(item) is bytes:
             return (item, None) if with_immediate else item
@@ -169,8 +186,8 @@ class MessageReceiver:
                 if self.announced.finish(item):  # only now, because the end of the block may raise
                     break
         finally:
-            self._is_pending = False
-        self.messages += 1
+            self.unread.receiving = False
+        self.unread.received += 1
         self._on_consumed()
         return length
 
@@ -181,7 +198,7 @@ class MessageReceiver:
         :raises ValueError: the message is longer than the buffer.
         """
         if length > len(view):
-            self._held = item
+            self.unread.held = item
             raise ValueError(
                 f"the next message has {length:,} bytes, but `buffer` only {len(view):,}: receive it with a larger one"
             )
@@ -216,49 +233,72 @@ class MessageReceiver:
                 if message is not None:
                     break
         finally:
-            self._is_pending = False
-        self.messages += 1
+            self.unread.receiving = False
+        self.unread.received += 1
         self._on_consumed()
         return cast(bytes | memoryview, message)
 
     def _begin_receiving(self, operation: str) -> None:
-        """Check that the caller may receive, and let no other task receive until it has reset ``_is_pending``.
+        """Check that the caller may receive, and let no other task receive until it has reset ``unread.receiving``.
 
         :param operation: name of the caller's method, for the error message.
         :raises BusyResourceError: another task is already waiting for a message.
         :raises AffinityError: another event loop owns the connection.
         """
         self._state.owner.check(self._state, operation)
-        if self._is_pending:
+        if self.unread.receiving:
             raise BusyResourceError("another task is already waiting for a message on this connection")
-        self._is_pending = True
+        self.unread.receiving = True
 
-    async def _next(self) -> Any:
+    async def _next(self, item: Any = None) -> Any:
         """Wait for the next message that is not withdrawn. An announced one stays the next one until `_on_consumed`.
 
+        :param item: the next item of the inbox, which the caller has taken; None to wait for it.
         :returns: the message: bytes, a `MessageWithImmediate` or an `AnnouncedMessage`.
         :raises Exception: whatever `receive` raises.
         """
+        unread = self.unread
         while True:
-            item = self._held
+            if item is None:
+                item = unread.held
+            if item is None and unread.frame is not None:
+                turn = unread.turn_over
+                if turn:
+                    await yield_to_loop(turn)
+                return unread.next_of_frame()
             if item is None:
                 try:
                     item = await self.inbox.__anext__()
-                except (StopAsyncIteration, BrokenResourceError, ClosedResourceError, WorkCompletionError) as error:
-                    if isinstance(error, StopAsyncIteration) and self._state.eof_received:
-                        error.__traceback__ = None  # the inbox raises the same exception each time
-                        raise anyio.EndOfStream from None
-                    self._state.raise_ended(error)
+                except _ENDS as error:
+                    self._raise_end(error)
+            if type(item) is MessageFrame:
+                return unread.open(item)
             if type(item) is not AnnouncedMessage:
                 return item
             if not item.withdrawn:
-                self._held = item
+                unread.held = item
                 return item
             self._on_consumed()
+            item = None
+
+    def _raise_end(self, error: Exception) -> NoReturn:
+        """Raise the exception for the caller of a receive method, instead of the one with which the inbox has ended.
+
+        :param error: exception of the inbox.
+        :raises Exception: whatever `receive` raises.
+        """
+        if isinstance(error, StopAsyncIteration) and self._state.eof_received:
+            error.__traceback__ = None  # the inbox raises the same exception each time
+            raise anyio.EndOfStream from None
+        self._state.raise_ended(error)
 
     def _on_consumed(self) -> None:
-        """Account for the next message, which the user has received or the peer has withdrawn, and return credits."""
-        self._held = None
+        """Account for the next message, which the user has received or the peer has withdrawn, and return credits,
+        unless it is followed by others that arrived in the same frame.
+        """
+        self.unread.held = None
+        if self.unread.frame is not None:
+            return
         credit = self._credits
         assert credit is not None
         due = credit.on_consumed()
@@ -279,7 +319,7 @@ class MessageReceiver:
         """
         try:
             return cast(bytes, await self.inbox.__anext__())
-        except (StopAsyncIteration, BrokenResourceError, ClosedResourceError, WorkCompletionError) as error:
+        except _ENDS as error:
             self._state.raise_ended(error)
 
     # ---- Completions
@@ -387,6 +427,8 @@ class MessageReceiver:
         kind, flags, _, number = parse_header(immediate)
         if kind == FrameKind.DATA:
             return self._add_fragment(data, flags, number)
+        if kind == FrameKind.MESSAGES:
+            return self._add_messages(data, flags, number)
         if kind == FrameKind.ANNOUNCE:
             if self._state.eof_received:
                 raise ValueError("the peer announced a message after END")
@@ -411,6 +453,22 @@ class MessageReceiver:
             self._on_control(known, number, data)
         return None
 
+    def _add_messages(self, data: bytes, flags: int, number: int) -> MessageFrame:
+        """Accept whole user messages that arrived in one frame.
+
+        :param data: bytes of the frame.
+        :param flags: flags of its header, which must be 0.
+        :param number: number in its header, which must be 0.
+        :returns: the messages.
+        :raises ValueError: the frame violates the protocol.
+        """
+        if self._state.eof_received:
+            raise ValueError("the peer sent messages after END")
+        if flags or number:
+            raise ValueError(f"the peer sent messages with flags {flags:#x} and number {number}, expected none")
+        self._assembly.drop()
+        return MessageFrame(data, self._max_message)
+
     def _add_fragment(self, data: bytes, flags: int, number: int) -> object:
         """Add a fragment to a user message.
 
@@ -427,9 +485,8 @@ class MessageReceiver:
         whole = self._assembly.add(data, flags)
         if whole is not None:
             return whole
-        if (
-            len(self.inbox) or self._held is not None
-        ):  # limit the fragments of unread messages: return their credits later
+        # Limit the fragments of unread messages: return their credits later.
+        if len(self.unread) or self.unread.held is not None:
             self._deferred_credits += 1
             return _DEFERRED
         return None

@@ -5,7 +5,7 @@ import contextlib
 import functools
 import operator
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import anyio
 
@@ -19,13 +19,15 @@ from aioverbs._connection.wire import (
     HAS_IMMEDIATE,
     IMMEDIATE,
     LAST,
+    LENGTH,
     TOTAL,
     WHOLE,
     FrameKind,
     header,
 )
-from aioverbs._core.data_path.data_path import Operation, RegionSlice, RemoteRegion
+from aioverbs._core.data_path.data_path import Operation, RegionSlice, RemoteRegion, SharedFrame, send_later
 from aioverbs._lifecycle.affinity import wake
+from aioverbs._lifecycle.turns import yield_to_loop
 from aioverbs.errors import (
     AffinityError,
     BrokenResourceError,
@@ -43,6 +45,8 @@ _NULL_REMOTE = RemoteRegion(0, 0, 0)
 # Length from which a message is announced. Between two processes on soft0, fragments cost both about 100 us of CPU time
 # for each 128 KiB; an announcement costs 350 us, and 100 us for each MiB.
 _ANNOUNCED_BYTES = 384 << 10
+_SHARING_BYTES = 4096  # of the longest message that shares a frame with others: a longer one is better sent at once
+_MESSAGES = header(FrameKind.MESSAGES)
 # Requests without an acknowledgement for each receive of the peer. An honest peer has one, and more only as long as
 # completions are handled later than messages that arrived after them.
 _OWN_REQUESTS_PER_RECEIVE = 4
@@ -59,8 +63,15 @@ released, or None if the message has to be sent in fragments. See `Announcer.ann
 class MessageSender:
     """Sender of a message channel.
 
-    Each message uses a credit and, if it has a payload, a send buffer, and waits until there are both. Control messages
+    Each frame uses a credit and, if it has a payload, a send buffer, and waits until there are both. Control messages
     without a payload do not make their caller wait: they are pending until there is a credit.
+
+    A user message is sent at once if the peer has acknowledged all earlier ones, so that a single message is not
+    delayed. Short messages that follow it share a frame, which is sent at the end of the loop's turn:
+
+        send           frame, no other is in flight: posted
+        send, send     the next frame, begun and added to
+        turn's end     posted
 
     :param state: state of the channel.
     :param memory: memory of the send buffers.
@@ -68,7 +79,8 @@ class MessageSender:
     """
 
     def __init__(self, state: ChannelState, memory: RegionSlice, buffer_size: int) -> None:
-        self.messages = self.waits = self.updates = 0
+        self.waits = self.updates = 0
+        self.frame = SharedFrame(state.owner, state)
         self.fragment_size = 0  # bytes of a message that fit the buffers of both ends
         self._state = state
         self._qp = state.qp
@@ -86,6 +98,7 @@ class MessageSender:
         # requests that no user awaits; dropping one would withdraw it
         self._own_requests: deque[Operation[None]] | None = None  # None before the first one
         self._max_own_requests = 0
+        self._sent_otherwise = 0  # user messages that were not added to a frame
 
     def start(self, credit: Credits, depth: int, fragment_size: int, max_message: int) -> None:
         """Begin to send framed messages, after the handshake.
@@ -99,6 +112,12 @@ class MessageSender:
         self._max_own_requests = _OWN_REQUESTS_PER_RECEIVE * (depth + 1)
         self.fragment_size = fragment_size
         self._max_message = max_message
+        self.frame.start(fragment_size, min(_SHARING_BYTES, max_message))
+
+    @property
+    def messages(self) -> int:
+        """Number of user messages sent."""
+        return self._sent_otherwise + self.frame.added
 
     # ---- User messages
 
@@ -106,7 +125,8 @@ class MessageSender:
         """Send a user message. When this method returns, the message is in flight and its memory may be changed.
 
         This waits until a credit and a send buffer are available for each fragment. If both are there for the only
-        fragment, it returns without waiting. A long message is announced: unless its memory cannot change, this waits
+        fragment, it returns without waiting, unless so many messages were sent in this turn of the loop that other
+        tasks should run. A long message is announced: unless its memory cannot change, this waits
         until the peer has read it. If the call is cancelled or raises, the peer receives no part of the message; or all
         of it, if the peer has read it by then.
 
@@ -121,12 +141,31 @@ class MessageSender:
         :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
         :raises VerbsError: ``ibv_post_send`` failed.
         """
+        if self.send_at_once(payload, immediate):
+            return
+        turn = self.frame.turn_over
+        if turn:
+            await yield_to_loop(turn)
+            if self.send_at_once(payload, immediate):
+                return
+        await self._send_slowly(parts_of(payload), immediate)
+
+    def send_at_once(self, payload: Payload, immediate: int | None = None) -> bool:
+        """Send a user message of one fragment, if that is possible without waiting, and if not so many were sent in
+        this turn of the loop that other tasks should run.
+
+        :param payload: the message, as for `send`.
+        :param immediate: the user's immediate data, as for `send`.
+        :returns: whether the message was sent.
+        :raises Exception: whatever `send` raises; nothing was sent.
+        """
         self._state.owner.check(self._state, "send")
         if immediate is not None:
             check_immediate(immediate)
-        parts: list[bytes] | list[memoryview] = [payload] if type(payload) is bytes else parts_of(payload)
-        if not self._send_at_once(parts, immediate):
-            await self._send_slowly(parts_of(parts), immediate)
+        if self.frame.add(payload, immediate):
+            return True
+        parts = (payload,) if type(payload) is bytes else parts_of(payload)
+        return not self.frame.turn_over and self._send_at_once(parts, immediate)
 
     def send_nowait(self, payload: Payload, immediate: int | None = None) -> None:
         """Send a user message of one fragment, if that is possible without waiting.
@@ -143,7 +182,7 @@ class MessageSender:
         if immediate is not None:
             check_immediate(immediate)
         parts = parts_of(payload)
-        if self._send_at_once(parts, immediate):
+        if self.frame.add(payload, immediate) or self._send_at_once(parts, immediate):
             return
         self._state.check_sending()
         length, limit = sum(map(len, parts)), self.fragment_size - (0 if immediate is None else IMMEDIATE.size)
@@ -162,7 +201,7 @@ class MessageSender:
         if length > self._max_message:
             raise ValueError(f"the peer accepts messages of at most {self._max_message:,} bytes, got {length:,}")
 
-    def _send_at_once(self, parts: list[bytes] | list[memoryview], immediate: int | None) -> bool:
+    def _send_at_once(self, parts: Sequence[bytes | memoryview], immediate: int | None) -> bool:
         """Send a user message of one fragment, if that is possible without waiting.
 
         :param parts: the message.
@@ -177,6 +216,8 @@ class MessageSender:
         if immediate is not None:
             length += IMMEDIATE.size
             frame |= HAS_IMMEDIATE
+        if len(parts) != 1 and length <= _SHARING_BYTES and self.frame.add(b"".join(parts), immediate):
+            return True
         if (
             length > self.fragment_size
             or length > self._max_message
@@ -191,21 +232,34 @@ class MessageSender:
         if buffer is None:
             return False
         view, at = buffer.view, 0
+        is_shared = False
         if immediate is not None:
             IMMEDIATE.pack_into(view, 0, immediate)
             at = IMMEDIATE.size
+        elif (
+            length <= _SHARING_BYTES
+            and (self._buffers.in_flight or self.frame.several)
+            and length + LENGTH.size <= self.fragment_size
+            and credit.available > 1 + RESERVED_CREDITS + credit.revocations  # the last one may be missed for long
+        ):
+            LENGTH.pack_into(view, 0, length)
+            at = LENGTH.size
+            length += at
+            is_shared = True
+            frame = _MESSAGES
         for part in parts:
             end = at + len(part)
             view[at:end] = part
             at = end
-        self._post_buffer(buffer, length, frame)
-        self.messages += 1
+        self._post_buffer(buffer, length, frame, is_shared)
+        self._sent_otherwise += 1
         return True
 
     @contextlib.asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
         """Wait for the lock, and hold it for the block."""
         self._in_line += 1
+        self.frame.close()  # no message may overtake this sender
         try:
             async with self._lock:
                 yield
@@ -228,7 +282,7 @@ class MessageSender:
                 finish = await self.announce(parts, immediate)
             if finish is None:
                 await self._send_fragments(parts, length, immediate)
-            self.messages += 1
+            self._sent_otherwise += 1
         if finish is not None:
             await finish()
 
@@ -359,24 +413,29 @@ class MessageSender:
             buffer.view[start:end] = part
         self._post_buffer(buffer, end, immediate)
 
-    def _post_buffer(self, buffer: SendBuffer, length: int, immediate: int) -> None:
+    def _post_buffer(self, buffer: SendBuffer, length: int, immediate: int, is_shared: bool = False) -> None:
         """Use a credit and post a send of a filled buffer. If posting fails, the credit and the buffer are free again.
 
         :param buffer: the buffer, which the caller took from the free ones.
         :param length: number of bytes to send.
         :param immediate: header of the message, without the number of credits.
+        :param is_shared: True to post it at the end of the loop's turn, so that other messages can be added.
         :raises Exception: whatever `QueuePair.send` raises.
         """
         credit = self._credits
         assert credit is not None
         returned = credit.take()
+        immediate |= returned << CREDITS_AT
         try:
-            sent = self._qp.send(buffer.memory[:length], immediate=immediate | returned << CREDITS_AT)
+            local = buffer.memory[:length]
+            sent = send_later(self._qp, local, immediate) if is_shared else self._qp.send(local, immediate=immediate)
         except BaseException:  # such as AffinityError: nothing was posted
             credit.undo_take(returned)
             self._buffers.release(buffer)
             raise
         self._buffers.add_in_flight(buffer, sent)
+        if is_shared:
+            self.frame.begin(sent, buffer.memory, length)
 
     async def _wait_for_credit(self, reserved: int) -> None:
         """Wait until more than `reserved` credits are available, beside those for withdrawing messages. Use none.

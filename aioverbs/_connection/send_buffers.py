@@ -58,6 +58,11 @@ class SendBuffers:
             return SendBuffer(memory.buffer, memory)
         return self._free.popleft() if self._free else None
 
+    @property
+    def in_flight(self) -> bool:
+        """Whether a send was in flight when `take` was last called."""
+        return bool(self._in_flight)
+
     def add_in_flight(self, buffer: SendBuffer, operation: Operation[None]) -> None:
         """Mark a taken buffer as in flight until `operation`, which sends it, has ended."""
         if self._in_flight is None:

@@ -8,6 +8,8 @@
 Flags: FIRST and LAST mark the first and the last fragment of a message. HAS_IMMEDIATE says that the first fragment
 begins with 32 bits of the user's immediate data. If the first fragment is not also the last one, the length of the
 whole message, 64 bits, precedes all of that. An ANNOUNCE, too, has HAS_IMMEDIATE if it begins with such 32 bits.
+
+In MESSAGES, the length of each message, 32 bits, precedes it.
 """
 
 import enum
@@ -22,6 +24,7 @@ __all__ = [
     "HAS_IMMEDIATE",
     "IMMEDIATE",
     "LAST",
+    "LENGTH",
     "MAX_READ_PARTS",
     "TOTAL",
     "WHOLE",
@@ -43,6 +46,7 @@ LAST = 2 << _FLAGS_AT
 HAS_IMMEDIATE = 4 << _FLAGS_AT
 
 IMMEDIATE = struct.Struct("!I")
+LENGTH = struct.Struct("!I")
 TOTAL = struct.Struct("!Q")
 _GRANT = struct.Struct("!QQII")
 _COUNT = struct.Struct("!H")
@@ -52,6 +56,9 @@ _GRANTABLE = AccessFlags.REMOTE_READ | AccessFlags.REMOTE_WRITE | AccessFlags.RE
 
 class FrameKind(enum.IntEnum):
     """Kinds of messages."""
+
+    MESSAGES = 0
+    """One or several whole user messages without immediate data."""
 
     DATA = 1
     """A fragment of a user's message."""

@@ -76,12 +76,15 @@ def root_of(error: BaseException) -> BaseException:
 
 
 async def use_up(connection: Connection) -> int:
-    """Send messages until no credit is left but those that are reserved, and return the number of messages."""
+    """Send messages until no credit is left but those that are reserved, and return the number of messages.
+
+    Messages with immediate data share no frame, so that each uses a credit.
+    """
     credit = end_of(connection).channel.sender._credits
     assert credit is not None
     count = 0
     while credit.sendable:
-        await connection.send(b"one of them")
+        await connection.send(b"one of them", immediate=0)
         count += 1
     return count
 

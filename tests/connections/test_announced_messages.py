@@ -893,7 +893,7 @@ async def test_a_cancelled_receive_does_not_wait_for_the_device(
         async with asyncio.timeout(patience(10)):
             await cancel(OF_THE_LIBRARY[first](ends.far), lambda: being_read(ends.far))
             again = EVERY_WAY[then]
-            await cancel(again(ends.far), lambda: end_of(ends.far).channel.receiver._is_pending)
+            await cancel(again(ends.far), lambda: end_of(ends.far).channel.receiver.unread.receiving)
         receiving = asyncio.create_task(again(ends.far))
         await asyncio.sleep(0)
         unhold(device, ends.far.qp)
@@ -974,7 +974,7 @@ async def test_a_cancelled_receive_does_not_wait_for_other_uses_of_its_buffer(
 @pytest.mark.parametrize("how", HOW)
 async def test_a_receive_cancelled_while_it_waits(device: Device, cancel: Cancel, how: str) -> None:
     async with pair(device) as ends:
-        await cancel(receive(ends.far, how), lambda: end_of(ends.far).channel.receiver._is_pending)
+        await cancel(receive(ends.far, how), lambda: end_of(ends.far).channel.receiver.unread.receiving)
         await ends.near.send(sample(LENGTH))
         assert await receive(ends.far, how) == sample(LENGTH)
         await settled(ends)

@@ -140,6 +140,26 @@ async def message_scene(near_device: Device, remote_device: Device, length: int 
 
 
 @asynccontextmanager
+async def stream_scene(device: Device) -> AsyncIterator[Scene]:
+    """Messages in one direction, as many as a batch has in each turn of the loop."""
+    async with (
+        device.resource_domain() as domain,
+        aioverbs.listen("127.0.0.1", domain=domain, settings=SETTINGS) as listener,
+        aioverbs.connect("127.0.0.1", listener.port, domain=domain, settings=SETTINGS) as near,
+        await listener.accept() as far,
+    ):
+
+        async def stream(count: int) -> None:
+            for _ in range(count // BATCH):
+                for _ in range(BATCH):
+                    await near.send(b"8 bytes.")
+                for _ in range(BATCH):
+                    await far.receive()
+
+        yield Scene(stream, [near.qp, far.qp])
+
+
+@asynccontextmanager
 async def lease_scene(device: Device) -> AsyncIterator[Scene]:
     """Leases of buffers of a pool."""
     async with device.resource_domain() as domain, domain.buffer_pool(4096, 4) as pool:
@@ -241,6 +261,7 @@ def scenes(loop: str) -> dict[str, AbstractAsyncContextManager[Scene]]:
             "socket", lambda near, far, threads: write_scene(near, far, hold=threads)
         ),
         "message": on_one_device("inline", lambda device: message_scene(device, device)),
+        "messages together": on_one_device("inline", stream_scene),
         "message by Unix socket": on_two_devices("socket", lambda near, far, _: message_scene(near, far)),
         "message by rings": on_two_devices("rings", lambda near, far, _: message_scene(near, far)),
         "message by TCP": on_two_devices("tcp", lambda near, far, _: message_scene(near, far)),

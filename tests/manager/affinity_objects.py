@@ -170,7 +170,7 @@ def _state_of(subject: Any) -> Any:
             channel.eof_sent,
             channel.closed,
             channel.broken,
-            channel.receiver._is_pending,
+            channel.receiver.unread.receiving,
         )
         yield channel.sender._lock.locked(), len(channel.receiver.inbox), len(channel.sender._pending_controls)
         yield tuple(grants._local_grants), tuple(grants._remote_grants), len(grants._unread)

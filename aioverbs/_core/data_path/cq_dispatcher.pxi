@@ -393,9 +393,7 @@ cdef class CqDispatcher:
         # Post chained and waiting requests, end refused ones, and make pending state changes.
         cdef WorkQueue queue
         cdef Operation operation
-        while self.chained:
-            queue = self.chained.pop()
-            queue._flush_chained()
+        self._flush_chained()
         stalled, self.stalled = self.stalled, []
         for queue in stalled:
             queue._advance()
@@ -404,6 +402,14 @@ cdef class CqDispatcher:
             if operation.state != DONE:         # not destroyed with its queue pair in the meantime
                 operation.queue._retire(operation)
         return self._run_transitions()
+
+    cdef inline int _flush_chained(self) except -1:
+        # Post chained requests.
+        cdef WorkQueue queue
+        while self.chained:
+            queue = self.chained.pop()
+            queue._flush_chained()
+        return 0
 
     cdef int _run_transitions(self) except -1:
         # Make the pending state changes of queue pairs. Raise ConcurrentAccessError if a thread is inside the thread
@@ -450,6 +456,7 @@ cdef class CqDispatcher:
             return self._poll_failed(found)
         self._dispatch_all(wcs, found)
         if spins and operation.state == POSTED and self.model != SLEEPS:
+            self._flush_chained()       # the peer may wait for these
             if self.model != ADAPTS:
                 self._spin(operation, self.spin_ns)
             elif self.quiet and not self.awaited and not self.any_thread:

@@ -47,15 +47,17 @@ from aioverbs.errors import (
 )
 from aioverbs.types import QpState, SendOpcode, WcOpcode, WcStatus
 
+from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.number cimport PyNumber_Index
 from cpython.object cimport PyObject, PyTypeObject
 from cpython.pyport cimport PY_SSIZE_T_MAX
 from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.errno cimport EBUSY, EINVAL, EIO, ENODEV
-from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
-from libc.string cimport memset
+from libc.string cimport memcpy, memset
 
 cimport cython
 cimport aioverbs._core.abi.libibverbs as v
@@ -106,6 +108,7 @@ cdef extern from "data_path/loop_budget.h" nogil:
     uint64_t turn_spend(uint32_t units)
     void turn_note_sleep()
     bint turn_is_over(turn_share *, uint64_t bytes)
+    uint64_t turn_used_up(const turn_share *)
 
 cdef extern from "data_path/spin_estimate.h" nogil:
     struct spin_estimate:
@@ -230,6 +233,7 @@ include "posting.pxi"
 include "batch.pxi"
 include "inbox.pxi"
 include "receive_ring.pxi"
+include "frames.pxi"
 include "loop_budget.pxi"
 
 publish(defined_in(__name__), globals())

@@ -94,4 +94,10 @@ static inline bool turn_is_over(struct turn_share *share, uint64_t bytes)
     return share->units > turn_now.share;
 }
 
+/* Return the turn's number if a share of it is used up, else 0. */
+static inline uint64_t turn_used_up(const struct turn_share *share)
+{
+    return share->number == turn_now.number && share->units > turn_now.share ? turn_now.number : 0;
+}
+
 #endif

@@ -707,7 +707,7 @@ cdef class SendVerbs:
 
     cdef Operation _message(
         self, int opcode, object local, object immediate, uint32_t rkey, unsigned int flags, Destination to,
-        object srq_number, bint nowait,
+        object srq_number, bint nowait, bint grows=False,
     ):
         cdef section within
         cdef QpWorkState requests = _begin_posting(self, "ibv_post_send", &within)
@@ -719,9 +719,10 @@ cdef class SendVerbs:
             queue = _send_queue_for(requests, opcode)
             wr = self._place_for(&own_wr)
             operation = _new(queue, opcode, self._pin_at_post)
+            operation.grows = grows
             _gather(operation, wr, local, requests.pd, 0)
             wr.send.opcode = <v.ibv_wr_opcode>opcode
-            if operation.bytes <= queue.max_inline:
+            if operation.bytes <= queue.max_inline and not grows:
                 flags |= INLINE
             wr.send.send_flags = flags
             if opcode == SEND_WITH_IMM:

@@ -18,7 +18,7 @@ cdef class WorkQueue:
     cdef slots *slots                   # slots of its requests
     cdef uint64_t kind                  # SLOTS_*
     cdef bint receives
-    cdef bint chains                    # whether requests are posted at the end of the loop's turn (HIGH_BANDWIDTH)
+    cdef bint chains                    # whether all requests are posted at the end of the turn (HIGH_BANDWIDTH)
     cdef bint closing
     cdef turn_share share               # share of the loop's turn
     cdef uint32_t limit                 # number of places
@@ -308,7 +308,7 @@ cdef class WorkQueue:
             self._take_all_scratch(operation, wr)
         self._occupy(operation)
         wr.send.wr_id = operation.wr_id
-        if self.chains and not _is_batch(operation) and not _binds(operation):
+        if operation.grows or (self.chains and not _is_batch(operation) and not _binds(operation)):
             return self._chain(operation, wr)
         if self.chain is not None:
             self._flush()               # keeps the order of the calls
@@ -351,6 +351,15 @@ cdef class WorkQueue:
             self.dispatcher._need_turn()
         return 0
 
+    cdef v.ibv_send_wr *_growing(self, Operation operation) except? NULL:
+        # Return the request of a chained operation, to be changed; NULL if it was posted, or is not the last one of the
+        # chain.
+        cdef Py_ssize_t last
+        if self.chain is None:
+            return NULL
+        last = len(self.chain) - 1
+        return &self.chain_wrs[last].send if self.chain[last] is operation else NULL
+
     cdef int _flush(self) except -1:
         # Post the chained requests with one doorbell; the last one completes for all of them. The caller has begun the
         # verb. If the device refuses a request, post the requests after it in another chain, whose completion also
@@ -381,15 +390,24 @@ cdef class WorkQueue:
             if not error:
                 break
             before += chain[:accepted]
+            self._refuse(chain[accepted], VerbsError("ibv_post_send", abs(error)))
             refused = chain[accepted]
-            refused._fail(VerbsError("ibv_post_send", abs(error)))
-            self.dispatcher.refused.append(refused)
-            self.dispatcher._need_turn()
             chain = chain[accepted + 1:]
             requests += accepted + 1
+            if refused.grows:           # no caller awaits it: no message may follow
+                for each in chain:
+                    self._refuse(each, refused.value)
+                chain = None
+                self.requests._require_error(refused.value)
             if before and not chain:
                 self.requests._lose_completions(refused.value)  # no completion reports the accepted requests
         return 0
+
+    cdef int _refuse(self, Operation operation, object error) except -1:
+        # Have the dispatcher end a chained operation with the error.
+        operation._fail(error)
+        self.dispatcher.refused.append(operation)
+        return self.dispatcher._need_turn()
 
     cdef int _post_chain(self, list before, list chain, request *requests, Py_ssize_t *accepted) except? -1:
         # Post one chain. Return 0, or the error of the verb; then `accepted` is the number of accepted requests.

@@ -1,0 +1,271 @@
+# Part of data_path.pyx: frames that short messages of a connection share, and messages that are there to be received.
+
+cdef enum:
+    FRAME_LENGTH_BYTES = 4              # of the length before each message, in network byte order
+
+
+@cython.final
+cdef class SharedFrame:
+    """Frame that short messages of a connection share: a send that is posted at the end of the loop's turn, or before
+    the next request of its queue. Until then, messages are added to it, each after its length.
+
+    :param owner: owner of the connection, whose loop alone adds messages.
+    :param what: the connection, for error messages.
+    """
+
+    cdef Affinity owner
+    cdef object what
+    cdef Operation operation            # the send; None if no message can be added
+    cdef RegionSlice memory
+    cdef uint32_t used                  # bytes of the frame so far
+    cdef uint32_t room
+    cdef Py_ssize_t longest
+    cdef uint32_t messages              # in the last frame
+    cdef turn_share share
+    cdef readonly uint64_t added        # number of messages that `add` has added
+
+    def __init__(self, Affinity owner not None, what):
+        self.owner = owner
+        self.what = what
+
+    def start(self, uint32_t room, Py_ssize_t longest):
+        """Set the sizes.
+
+        :param room: size limit of a frame in bytes.
+        :param longest: length of the longest message that is added, in bytes.
+        """
+        self.room = room
+        self.longest = longest
+
+    def begin(self, Operation operation not None, RegionSlice memory not None, uint32_t used):
+        """Begin a frame: messages can be added from now on.
+
+        :param operation: the send, from `send_later`.
+        :param memory: memory of the frame, of which `operation` sends the beginning.
+        :param used: number of bytes that the first message takes, its length included.
+        """
+        self.memory = memory
+        self.used = used
+        self.messages = 1
+        self.operation = operation
+
+    def close(self):
+        """Post the frame, if that was not done, and add no more messages to it."""
+        cdef Operation operation = self.operation
+        self.operation = None
+        if operation is not None and operation.state == CHAINED:
+            operation.queue.flush()
+
+    @property
+    def several(self):
+        """Whether several messages shared the last frame."""
+        return self.messages > 1
+
+    @property
+    def turn_over(self):
+        """Number of the loop's turn if so many messages were added in it that other tasks should run now; else 0."""
+        return turn_used_up(&self.share)
+
+    def add(self, payload, immediate=None):
+        """Add a message to the frame, if there is one with room for it and the budget of the turn is not used up.
+
+        :param payload: the message; only contiguous buffers are added.
+        :param immediate: immediate data; messages that have any are not added.
+        :returns: whether the message was added.
+        :raises AffinityError: another event loop owns the connection.
+        :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
+        :raises ForkedProcessError: the connection was made in the process that this one was forked from.
+        """
+        cdef Py_buffer view
+        cdef bint added
+        if self.operation is None or immediate is not None:
+            return False
+        self.owner._enter(self.what, "send")
+        self.owner._leave()
+        if type(payload) is bytes:
+            return self._add(PyBytes_AS_STRING(payload), len(<bytes>payload))
+        try:
+            PyObject_GetBuffer(payload, &view, PyBUF_SIMPLE)
+        except (BufferError, TypeError, ValueError):    # the caller finds out what is wrong with it
+            return False
+        try:
+            added = self._add(<const char *>view.buf, view.len)
+        finally:
+            PyBuffer_Release(&view)
+        return added
+
+    cdef bint _add(self, const char *data, Py_ssize_t length) except -1:
+        cdef Operation operation = self.operation
+        cdef v.ibv_send_wr *wr
+        cdef section within
+        cdef uint32_t whole
+        cdef uint32_t head
+        cdef char *end
+        if operation is None or length > self.longest:
+            return False
+        turn_join(&self.share)
+        if turn_is_over(&self.share, length):
+            return False
+        whole = <uint32_t>length + FRAME_LENGTH_BYTES
+        section_enter(&within, _section(operation.queue))
+        wr = operation.queue._growing(operation)
+        if wr == NULL or whole > self.room - self.used:
+            self.operation = None
+        else:
+            head = v.htonl(<uint32_t>length)
+            end = <char *><uintptr_t>(self.memory._address + self.used)
+            memcpy(end, &head, FRAME_LENGTH_BYTES)
+            memcpy(end + FRAME_LENGTH_BYTES, data, length)
+            wr.sg_list[0].length += whole
+            operation.bytes += whole
+            operation.queue.bytes += whole
+            self.used += whole
+            self.messages += 1
+            self.added += 1
+        section_leave(&within)
+        return self.operation is not None
+
+
+def send_later(SendVerbs requester not None, RegionSlice local not None, immediate):
+    """Post a send with immediate data at the end of the loop's turn, or before the next request of the queue.
+
+    If the verb then refuses it, the queue pair is moved to ERR.
+
+    :param requester: queue pair to post to.
+    :param local: registered memory to send.
+    :param immediate: immediate data, 0..2**32-1.
+    :returns: the `Operation`. Errors are those of `SendVerbs`.
+    """
+    return requester._message(SEND_WITH_IMM, local, immediate, 0, 0, None, None, False, True)
+
+
+@cython.final
+cdef class MessageFrame:
+    """Messages that arrived in a shared frame, until the user has received them.
+
+    :param data: bytes of the frame, which are not trusted.
+    :param max_message: size of the longest message accepted, in bytes.
+    :raises ValueError: the frame has no message, a message is longer than accepted, or the lengths do not add up.
+    """
+
+    cdef bytes data
+    cdef Py_ssize_t at                  # where the next message begins
+
+    def __init__(self, bytes data not None, uint64_t max_message):
+        cdef const char *begin = PyBytes_AS_STRING(data)
+        cdef Py_ssize_t at = 0, end = len(data)
+        cdef uint32_t length
+        if not end:
+            raise ValueError("the peer sent a frame without messages")
+        while at < end:
+            if end - at < FRAME_LENGTH_BYTES:
+                raise ValueError(f"the peer sent a frame that ends after {end - at} bytes of a length")
+            length = _frame_length(begin + at)
+            at += FRAME_LENGTH_BYTES
+            if length > max_message:
+                raise ValueError(
+                    f"the peer sent a message of {length:,} bytes, but at most {max_message:,} are accepted"
+                )
+            if length > end - at:
+                raise ValueError(f"the peer sent {end - at:,} bytes of a message of {length:,}")
+            at += length
+        self.data = data
+
+    cdef bytes _take(self):
+        # Return the next message.
+        cdef const char *begin = PyBytes_AS_STRING(self.data) + self.at
+        cdef uint32_t length = _frame_length(begin)
+        self.at += FRAME_LENGTH_BYTES + length
+        return PyBytes_FromStringAndSize(begin + FRAME_LENGTH_BYTES, length)
+
+
+cdef inline uint32_t _frame_length(const char *at) noexcept:
+    cdef uint32_t length
+    memcpy(&length, at, FRAME_LENGTH_BYTES)
+    return v.ntohl(length)
+
+
+@cython.final
+cdef class UnreadMessages:
+    """Messages that have arrived at a connection and that the user has not received.
+
+    :param owner: owner of the connection, whose loop alone receives.
+    :param what: the connection, for error messages.
+    :param inbox: inbox of the messages: bytes, `MessageFrame` objects, or others, which are left to the caller.
+    :param consumed: called without arguments each time that all messages of an item of the inbox were received.
+    """
+
+    cdef Affinity owner
+    cdef object what
+    cdef Inbox inbox
+    cdef object consumed
+    cdef readonly MessageFrame frame    # the item of the inbox that is being received; None if no message of it is left
+    cdef public object held             # the next message, taken from the inbox but not received; or None
+    cdef public bint receiving          # whether a task waits for a message, or reads one
+    cdef public uint64_t received       # number of messages that the user has received
+
+    def __init__(self, Affinity owner not None, what, Inbox inbox not None, consumed):
+        self.owner = owner
+        self.what = what
+        self.inbox = inbox
+        self.consumed = consumed
+
+    def __len__(self):
+        """Return the number of items that are not consumed, but for one that is `held`."""
+        return len(self.inbox) + (self.frame is not None)
+
+    @property
+    def turn_over(self):
+        """Number of the loop's turn if so many messages were received in it that other tasks should run now; else
+        0."""
+        return turn_used_up(&self.inbox.queue.share)
+
+    def take(self):
+        """Receive the next message, if it is there, is bytes, and the budget of the turn is not used up.
+
+        :returns: the message; None if the caller has to receive it otherwise.
+        :raises AffinityError: another event loop owns the connection.
+        :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
+        :raises ForkedProcessError: the connection was made in the process that this one was forked from.
+        """
+        cdef bytes message = None
+        self.owner._enter(self.what, "receive")
+        self.owner._leave()
+        if self.receiving or self.held is not None or (self.frame is None and not self.inbox.ready):
+            return None
+        turn_join(&self.inbox.queue.share)
+        if not turn_is_over(&self.inbox.queue.share, 0):
+            message = self._take()
+        if message is not None:
+            self.received += 1
+            if self.frame is None:
+                self.consumed()
+        return message
+
+    cdef bytes _take(self):
+        # Return the next message if it is bytes. Another thread may take the only item of the inbox at any time.
+        cdef section within
+        cdef object item = None
+        if self.frame is not None:
+            return self.next_of_frame()
+        section_enter(&within, _section(self.inbox.queue))
+        ready = self.inbox.ready
+        if ready and self.inbox.pending_next is None and type(ready[0]) in (bytes, MessageFrame):
+            item = ready.popleft()
+        section_leave(&within)
+        return self.open(item) if type(item) is MessageFrame else item
+
+    cpdef bytes open(self, MessageFrame frame):
+        """Begin to receive the messages of a frame, and return the first one."""
+        self.frame = frame
+        return self.next_of_frame()
+
+    cpdef bytes next_of_frame(self):
+        """Return the next message of the frame that is being received; None if there is none."""
+        cdef bytes message
+        if self.frame is None:
+            return None
+        message = self.frame._take()
+        if self.frame.at == len(self.frame.data):
+            self.frame = None
+        return message

@@ -1,0 +1,330 @@
+"""Short messages that are sent in one turn of the loop leave together: their order, their limits, and their end."""
+
+import asyncio
+import contextlib
+import errno
+from typing import Any
+
+import anyio
+import pytest
+
+from aioverbs import (
+    AccessFlags,
+    BrokenResourceError,
+    Connection,
+    ConnectionSettings,
+    Device,
+    MessageModel,
+    connect,
+    listen,
+)
+from aioverbs._connection.connection import end_of
+from aioverbs._connection.wire import HAS_IMMEDIATE, LENGTH, FrameKind, header
+from aioverbs._core.data_path.data_path import MessageFrame
+from tests.capabilities import Capability, needs
+from tests.connections.ends import HOST, SMALL, cancel_by_its_task, deeper, pair, root_of, use_up
+from tests.holding import hold, unhold
+from tests.pace import patience
+from tests.waiting import until
+
+USUAL = ConnectionSettings()
+
+
+def posted(connection: Connection) -> int:
+    """Return the number of sends so far."""
+    return connection.qp.statistics().sends.posted
+
+
+async def idle(connection: Connection) -> None:
+    """Wait until the peer has acknowledged everything, and the connection knows that."""
+    await until(lambda: not connection.qp.statistics().sends.in_flight)
+
+
+async def send_all(connection: Connection, messages: list[bytes]) -> None:
+    for message in messages:
+        await connection.send(message)
+
+
+async def receive_all(connection: Connection, count: int) -> list[bytes]:
+    return [await connection.receive() for _ in range(count)]
+
+
+@pytest.mark.every_way
+async def test_messages_of_one_turn_leave_together(device: Device) -> None:
+    """The first one leaves at once, the others when the turn ends."""
+    messages = [bytes([number]) * number for number in range(40)]
+    async with pair(device, USUAL) as ends:
+        before = posted(ends.near)
+        await send_all(ends.near, messages)
+        assert posted(ends.near) - before == 2
+        assert ends.near.traffic().messages_sent == 40
+        assert await receive_all(ends.far, 40) == messages
+        assert ends.far.traffic().messages_received == 40
+
+
+async def test_single_messages_leave_at_once(device: Device) -> None:
+    async with pair(device, USUAL) as ends:
+        for together in (1, 3, 1):
+            await send_all(ends.near, [b"together"] * together)
+            await receive_all(ends.far, together)
+        for _ in range(3):
+            await idle(ends.near)
+            rung = ends.near.qp.statistics().sends.doorbells
+            ends.near.send_nowait(b"alone")
+            assert ends.near.qp.statistics().sends.doorbells == rung + 1
+            assert await ends.far.receive() == b"alone"
+
+
+@pytest.mark.parametrize("model", list(MessageModel))
+async def test_messages_of_one_turn_are_answered(device: Device, model: MessageModel) -> None:
+    """An await that polls sends first what the peer has to answer."""
+    async with (
+        device.resource_domain(message_model=model) as domain,
+        listen(HOST, domain=domain) as listener,
+        connect(HOST, listener.port, domain=domain) as near,
+        await listener.accept() as far,
+        asyncio.timeout(patience(20)),
+    ):
+
+        async def answer() -> None:
+            for _ in range(5):
+                await far.send(b"".join(await receive_all(far, 7)))
+
+        answering = asyncio.create_task(answer())
+        for _ in range(5):
+            await send_all(near, [b"ask"] * 7)
+            assert await near.receive() == b"ask" * 7
+        await answering
+
+
+async def test_other_requests_follow_the_messages_before_them(device: Device) -> None:
+    """All requests of one turn arrive in the order of the calls."""
+    access = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
+    async with (
+        pair(device, USUAL) as ends,
+        ends.domain.register(64) as source,
+        ends.domain.register(64, access) as target,
+    ):
+        await ends.far.grant(target, AccessFlags.REMOTE_WRITE)
+        granted = await ends.near.receive_grant()
+        near = ends.near
+        await near.send(b"1")
+        await near.send(b"2")
+        await near.send(b"3", immediate=3)
+        await near.send(b"4")
+        await near.send([b"", b"5"])
+        await near.send(bytearray(b"6"))
+        await near.send(bytes(5000))
+        await near.send(b"7")
+        order = posted(near)
+        write = near.write(source[:8], granted[:8])
+        assert posted(near) == order + 1
+        near.send_nowait(memoryview(b"8"))
+        await near.send_eof()
+        received = [await ends.far.receive_with_immediate() for _ in range(9)]
+        assert received[:3] == [(b"1", None), (b"2", None), (b"3", 3)]
+        assert received[3:6] == [(b"4", None), (b"5", None), (b"6", None)]
+        assert received[6:] == [(bytes(5000), None), (b"7", None), (b"8", None)]
+        with pytest.raises(anyio.EndOfStream):
+            await ends.far.receive()
+        await write
+
+
+@pytest.mark.parametrize("length", [0, 1, 1015, 1016, 1017, 1019, 1020, 1021, 1024])
+async def test_messages_around_the_size_of_a_frame(device: Device, length: int) -> None:
+    async with pair(device) as ends:
+        messages = [b"first", b"second", bytes([7]) * length, b"fourth", bytes(length), b"", b"last"]
+        sending = asyncio.create_task(send_all(ends.near, messages))
+        assert await receive_all(ends.far, len(messages)) == messages
+        await sending
+
+
+async def test_all_ways_to_receive_messages_of_a_frame(device: Device) -> None:
+    async with pair(device, USUAL) as ends:
+        await send_all(ends.near, [b"0", b"one", b"two", b"three", b"four", b"five"])
+        assert await ends.far.receive() == b"0"
+        buffer = bytearray(4)
+        assert await ends.far.receive_into(buffer) == 3
+        assert buffer[:3] == b"one"
+        assert await ends.far.receive_with_immediate() == (b"two", None)
+        with pytest.raises(ValueError, match="has 5 bytes"):
+            await ends.far.receive_into(buffer)
+        assert await ends.far.receive() == b"three"
+        assert bytes(await ends.far.receive_buffer()) == b"four"
+        assert await ends.far.receive() == b"five"
+
+
+async def test_a_message_that_does_not_fit_stays_the_next_one(device: Device) -> None:
+    """Also the last one of its frame, whose credit goes back when it is received."""
+    async with pair(device, USUAL) as ends:
+        await send_all(ends.near, [b"0", b"one", b"two"])
+        assert await receive_all(ends.far, 2) == [b"0", b"one"]
+        owed = ends.far.traffic().owed
+        with pytest.raises(ValueError, match="has 3 bytes"):
+            await ends.far.receive_into(bytearray(2))
+        assert ends.far.traffic().owed == owed
+        assert await ends.far.receive() == b"two"
+        assert ends.far.traffic().owed == owed + 1
+
+
+async def test_credits_go_back_when_the_last_message_of_a_frame_is_received(device: Device) -> None:
+    async with pair(device, USUAL) as ends:
+        await send_all(ends.near, [b"0", *[b"shared"] * 5])
+        owed = []
+        for _ in range(6):
+            await ends.far.receive()
+            owed.append(ends.far.traffic().owed)
+        assert owed == [1, 1, 1, 1, 1, 2]
+
+
+@needs(Capability.FAULT_PLAN)
+async def test_a_frame_with_room_takes_messages_without_a_credit(device: Device) -> None:
+    """But none that would overtake a sender that waits."""
+    async with pair(device, SMALL) as ends:
+        hold(device, ends.near.qp)
+        ends.near.send_nowait(b"first")
+        ends.near.send_nowait(b"second")
+        assert end_of(ends.near).channel.statistics().credits == 2
+        ends.near.send_nowait(b"third")
+        assert end_of(ends.near).channel.statistics().credits == 2
+        waiting = asyncio.create_task(ends.near.send(bytes(5000)))
+        await until(lambda: ends.near.traffic().waits)
+        with pytest.raises(anyio.WouldBlock):
+            ends.near.send_nowait(b"later")
+        unhold(device, ends.near.qp)
+        assert await receive_all(ends.far, 4) == [b"first", b"second", b"third", bytes(5000)]
+        await waiting
+
+
+async def test_a_stream_of_messages_lets_other_tasks_run(device: Device) -> None:
+    """Neither end does more than a share of the loop's turn at once, and a cancelled call sends and loses nothing."""
+    async with pair(device, USUAL) as ends:
+        turns: list[int] = []
+
+        async def count_turns() -> None:
+            while True:
+                turns.append(len(turns))
+                await asyncio.sleep(0)
+
+        counting = asyncio.create_task(count_turns())
+        await send_all(ends.near, [number.to_bytes(4) for number in range(300)])
+        sent_in = len(turns)
+        assert 3 <= sent_in < 30
+        assert await receive_all(ends.far, 300) == [number.to_bytes(4) for number in range(300)]
+        assert 3 <= len(turns) - sent_in < 30
+        counting.cancel()
+
+
+async def test_a_cancelled_call_that_lets_other_tasks_run(device: Device) -> None:
+    async with pair(device, USUAL) as ends:
+        sent: list[int] = []
+
+        async def flood() -> None:
+            while True:
+                number = len(sent)
+                await ends.near.send(number.to_bytes(4))
+                sent.append(number)
+
+        flooding = asyncio.create_task(flood())
+        await asyncio.sleep(0)  # it yields now: all of its messages but the first share a frame
+        assert len(sent) > 20
+        flooding.cancel()
+        await asyncio.wait([flooding])
+        await ends.near.send(b"end")
+        received = await receive_all(ends.far, len(sent) + 1)
+        assert received == [*(number.to_bytes(4) for number in sent), b"end"]
+
+
+@needs(Capability.FAULT_PLAN)
+async def test_a_frame_that_the_verb_refuses_breaks_the_connection(device: Device) -> None:
+    """No message arrives without those before it, and both ends learn of it."""
+    async with pair(device, USUAL) as ends, asyncio.timeout(patience(20)):
+        ends.near.send_nowait(b"1")
+        ends.near.send_nowait(b"2")
+        ends.near.send_nowait(b"3")
+        device.faults.fail("post_send", errno.ENOMEM)
+        received: list[bytes] = []
+        with contextlib.suppress(BrokenResourceError):
+            received += await receive_all(ends.far, 1)
+            received += await receive_all(ends.far, 1)
+        assert received in ([], [b"1"])
+        assert root_of(await ends.near.wait_lost()).errno == errno.ENOMEM  # type: ignore[attr-defined]
+        with pytest.raises(BrokenResourceError, match="ibv_post_send"):
+            await ends.near.send(b"4")
+
+
+async def test_messages_are_refused_after_the_end(device: Device) -> None:
+    async with pair(device, USUAL) as ends:
+        for connection in (ends.near, ends.far):
+            await send_all(connection, [b"a", b"b"])
+        ends.near.abort()
+        for send in (ends.near.send, ends.far.send):
+            await until(lambda: ends.far.broken is not None)
+            with pytest.raises((anyio.ClosedResourceError, BrokenResourceError)):
+                await send(b"c")
+
+
+async def test_a_frame_is_delivered_before_closing(device: Device) -> None:
+    async with pair(device, USUAL) as ends:
+        await send_all(ends.near, [b"a", b"b", b"c"])
+        await ends.near.aclose()
+        assert await receive_all(ends.far, 3) == [b"a", b"b", b"c"]
+        with pytest.raises(anyio.EndOfStream):
+            await ends.far.receive()
+
+
+# ---- Hostile peers
+
+
+def frame(*messages: bytes) -> bytes:
+    return b"".join(LENGTH.pack(len(each)) + each for each in messages)
+
+
+WRONG: dict[str, tuple[bytes, int]] = {
+    "empty": (b"", 0),
+    "half a length": (frame(b"fine") + b"\0\0\0", 0),
+    "too long": (frame(b"fine") + LENGTH.pack(5) + b"1234", 0),
+    "far too long": (LENGTH.pack(0xFFFFFFFF) + b"1234", 0),
+    "longer than accepted": (frame(bytes(101)), 0),
+    "flags": (frame(b"fine"), HAS_IMMEDIATE),
+    "number": (frame(b"fine"), 1),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+async def test_wrong_frames_break_the_connection(device: Device, wrong: str) -> None:
+    data, bits = WRONG[wrong]
+    settings = deeper(SMALL, max_message=100)
+    async with pair(device, settings) as ends, ends.domain.register(256) as memory:
+        memory.buffer[: len(data)] = data
+        _ = ends.near.qp.send(memory[: len(data)] if data else None, immediate=header(FrameKind.MESSAGES) | bits)
+        async with asyncio.timeout(patience(10)):
+            with pytest.raises(BrokenResourceError, match="protocol violation: the peer sent"):
+                await ends.far.receive()
+        assert not ends.far.traffic().messages_received
+
+
+async def test_messages_after_the_end_break_the_connection(device: Device) -> None:
+    async with pair(device) as ends, ends.domain.register(64) as memory:
+        await ends.near.send_eof()
+        memory.buffer[:5] = frame(b"x")
+        _ = ends.near.qp.send(memory[:5], immediate=header(FrameKind.MESSAGES))
+        await until(lambda: ends.far.broken is not None)
+        assert "messages after END" in str(ends.far.broken)
+
+
+@pytest.mark.parametrize("data", [b"", b"\0", b"\0\0\0\1", b"\0\0\0\5abcd", frame(b"a") + b"\0\0\0"])
+def test_frames_whose_lengths_do_not_add_up(data: bytes) -> None:
+    with pytest.raises(ValueError, match="the peer sent"):
+        MessageFrame(data, 1 << 30)
+
+
+async def test_a_send_cancelled_while_it_waits_leaves_its_frame(device: Device) -> None:
+    async with pair(device) as ends:
+        count = await use_up(ends.near)
+        waits: Any = ends.near.traffic().waits
+        await cancel_by_its_task(ends.near.send(b"cancelled"), lambda: ends.near.traffic().waits > waits)
+        assert await receive_all(ends.far, count) == [b"one of them"] * count
+        await until(lambda: ends.near.traffic().credits > 1)
+        await ends.near.send(b"next")
+        assert await ends.far.receive() == b"next"

@@ -15,7 +15,6 @@ from aioverbs._connection.gather import Payload
 from aioverbs._connection.grants import Grant, RemoteGrant
 from aioverbs._connection.handshake import Offer
 from aioverbs._connection.message_channel import ConnectionStatistics
-from aioverbs._connection.message_sender import MessageSender
 from aioverbs._connection.one_sided import Local, OneSidedRequests, Remote
 from aioverbs._connection.settings import ConnectionSettings
 from aioverbs._connection.wire import FrameKind
@@ -64,8 +63,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         self._cq = cq
         self._end: ConnectionEnd | None = None
         self._requests: OneSidedRequests  # those of `_end`
-        self._sender: MessageSender  # of its channel, too
-        self._frame: SharedFrame
+        self._frame: SharedFrame  # of its channel, too
         self._unread: UnreadMessages
 
     # ---- Opening and closing
@@ -101,8 +99,8 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         lifecycle.hold(end)
         lifecycle.stop, lifecycle.drain, lifecycle.drain_now = end.stop, end.drain, end.drain_now
         self._end, self._requests = end, end.requests
-        sender = end.channel.sender
-        self._sender, self._frame, self._unread = sender, sender.frame, end.channel.receiver.unread
+        channel = end.channel
+        self._frame, self._unread = channel.sender.frame, channel.receiver.unread
 
     async def open(self) -> "Connection":
         """Return this connection itself, after checking that it is open. ``async with`` calls this.
@@ -333,10 +331,11 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         :raises VerbsError: ``ibv_post_send`` failed; the peer receives no part of the message. If it fails for messages
             that leave together, the connection breaks.
         """
-        is_open = self._lifecycle.state is OPEN
-        if is_open and (self._frame.add(item, immediate) or self._sender.send_at_once(item, immediate)):
+        if self._lifecycle.state is OPEN and self._frame.add(item, immediate):
             return
-        await self._open_end().channel.sender.send(item, immediate)
+        sender = self._open_end().channel.sender
+        if not sender.send_at_once(item, immediate):
+            await sender.send(item, immediate)
 
     def send_nowait(self, item: Payload, *, immediate: int | None = None) -> None:
         """Send a message that fits in one buffer, if that is possible without waiting.
@@ -380,25 +379,30 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         received: bytes = await self._open_end().channel.receiver.receive()
         return received
 
-    def receive_into(self, buffer: "Buffer") -> Coroutine[Any, Any, int]:
+    async def receive_into(self, buffer: "Buffer") -> int:
         """Wait for the next message, and write it to memory of the caller. Its immediate data, if it has any, is
         dropped.
 
-        This returns an awaitable, which raises the exceptions below. A cancelled await loses no message. After its end,
-        `buffer` is not written to: if the device is writing to it, the cancellation waits for that, and if the peer's
-        device does not answer for 5 seconds, the connection breaks. A long message goes directly from the peer's memory
-        to `buffer`, which the registration cache of the domain keeps registered for the next time: until
-        `RegistrationCache.drop`, a bytearray cannot be resized and an mmap cannot be closed.
+        A cancelled await loses no message. After its end, `buffer` is not written to: if the device is writing to it,
+        the cancellation waits for that, and if the peer's device does not answer for 5 seconds, the connection breaks.
+        A long message goes directly from the peer's memory to `buffer`, which the registration cache of the domain
+        keeps registered for the next time: until `RegistrationCache.drop`, a bytearray cannot be resized and an mmap
+        cannot be closed.
 
         :param buffer: contiguous, writable buffer, of which the message fills the beginning.
-        :returns: an awaitable that returns the length of the message in bytes.
+        :returns: the length of the message in bytes.
         :raises ValueError: the message is longer than `buffer`. It is not lost: the next call gets it.
         :raises TypeError: `buffer` is not a contiguous, writable buffer.
         :raises VerbsError: the device cannot register `buffer`, or ``ibv_post_send`` failed; no message is lost. The
             other methods need no further registration.
         :raises Exception: any other exception that `receive` raises.
         """
-        return self._open_end().channel.receiver.receive_into(buffer)
+        if self._lifecycle.state is OPEN:
+            length = self._unread.take_into(buffer)
+            if length >= 0:
+                return length
+        received: int = await self._open_end().channel.receiver.receive_into(buffer)
+        return received
 
     def receive_buffer(self) -> Coroutine[Any, Any, memoryview]:
         """Wait for the next message, and return it in writable memory. Its immediate data, if it has any, is dropped.

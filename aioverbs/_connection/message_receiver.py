@@ -222,6 +222,9 @@ class MessageReceiver:
             `receive_buffer`.
         :raises Exception: whatever `receive` raises.
         """
+        message: bytes | memoryview | None = self.unread.take()
+        if message is not None:
+            return message
         self._begin_receiving(operation)
         try:
             while True:
@@ -236,7 +239,7 @@ class MessageReceiver:
             self.unread.receiving = False
         self.unread.received += 1
         self._on_consumed()
-        return cast(bytes | memoryview, message)
+        return message
 
     def _begin_receiving(self, operation: str) -> None:
         """Check that the caller may receive, and let no other task receive until it has reset ``unread.receiving``.
@@ -493,5 +496,7 @@ class MessageReceiver:
 
     def end_inbox(self) -> None:
         """End the inbox with the exception for later calls, and drop the incomplete message."""
+        if self._state.closed:
+            self.unread.close()
         close_inbox(self.inbox, self._state.closed_error())
         self._assembly.drop()

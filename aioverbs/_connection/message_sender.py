@@ -141,13 +141,11 @@ class MessageSender:
         :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
         :raises VerbsError: ``ibv_post_send`` failed.
         """
-        if self.send_at_once(payload, immediate):
-            return
         turn = self.frame.turn_over
         if turn:
             await yield_to_loop(turn)
-            if self.send_at_once(payload, immediate):
-                return
+        if self.send_at_once(payload, immediate):
+            return
         await self._send_slowly(parts_of(payload), immediate)
 
     def send_at_once(self, payload: Payload, immediate: int | None = None) -> bool:

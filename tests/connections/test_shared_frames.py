@@ -1,5 +1,6 @@
 """Short messages that are sent in one turn of the loop leave together: their order, their limits, and their end."""
 
+import array
 import asyncio
 import contextlib
 import errno
@@ -11,6 +12,7 @@ import pytest
 from aioverbs import (
     AccessFlags,
     BrokenResourceError,
+    ClosedResourceError,
     Connection,
     ConnectionSettings,
     Device,
@@ -167,6 +169,45 @@ async def test_a_message_that_does_not_fit_stays_the_next_one(device: Device) ->
         assert ends.far.traffic().owed == owed + 1
 
 
+async def test_wrong_buffers_lose_no_message_of_a_frame(device: Device) -> None:
+    async with pair(device, USUAL) as ends:
+        await send_all(ends.near, [b"0", b"one", b"two", b"", b"end"])
+        assert await ends.far.receive() == b"0"
+        for wrong in (b"read-only", memoryview(bytearray(8))[::2], 5):
+            with pytest.raises(TypeError):
+                await ends.far.receive_into(wrong)  # type: ignore[arg-type]
+        numbers = array.array("H", [0, 0])
+        assert await ends.far.receive_into(numbers) == 3
+        assert numbers.tobytes()[:3] == b"one"
+        assert bytes(await ends.far.receive_buffer()) == b"two"
+        assert await ends.far.receive_into(bytearray()) == 0
+        assert await ends.far.receive() == b"end"
+        assert ends.far.traffic().messages_received == 5
+
+
+async def test_unread_messages_of_a_frame_are_lost_by_closing(device: Device) -> None:
+    async with pair(device, USUAL) as ends:
+        await send_all(ends.near, [b"0", b"one", b"two"])
+        assert await receive_all(ends.far, 2) == [b"0", b"one"]
+        await ends.far.aclose()
+        for receive in (ends.far.receive, ends.far.receive_buffer, lambda: ends.far.receive_into(bytearray(8))):
+            with pytest.raises(ClosedResourceError):
+                await receive()
+
+
+async def test_messages_that_arrived_outlive_the_connection(device: Device) -> None:
+    """The user gets them before the error."""
+    async with pair(device, USUAL) as ends:
+        await send_all(ends.near, [b"0", b"one", b"two"])
+        assert await ends.far.receive() == b"0"
+        assert await ends.far.receive() == b"one"
+        ends.near.abort()
+        await ends.far.wait_lost()
+        assert await ends.far.receive() == b"two"
+        with pytest.raises(BrokenResourceError):
+            await ends.far.receive()
+
+
 async def test_credits_go_back_when_the_last_message_of_a_frame_is_received(device: Device) -> None:
     async with pair(device, USUAL) as ends:
         await send_all(ends.near, [b"0", *[b"shared"] * 5])
@@ -207,11 +248,11 @@ async def test_a_stream_of_messages_lets_other_tasks_run(device: Device) -> None
                 await asyncio.sleep(0)
 
         counting = asyncio.create_task(count_turns())
-        await send_all(ends.near, [number.to_bytes(4) for number in range(300)])
+        await send_all(ends.near, [number.to_bytes(4) for number in range(900)])
         sent_in = len(turns)
-        assert 3 <= sent_in < 30
-        assert await receive_all(ends.far, 300) == [number.to_bytes(4) for number in range(300)]
-        assert 3 <= len(turns) - sent_in < 30
+        assert 4 <= sent_in < 30
+        assert await receive_all(ends.far, 900) == [number.to_bytes(4) for number in range(900)]
+        assert 4 <= len(turns) - sent_in < 30
         counting.cancel()
 
 

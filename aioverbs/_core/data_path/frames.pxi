@@ -2,6 +2,15 @@
 
 cdef enum:
     FRAME_LENGTH_BYTES = 4              # of the length before each message, in network byte order
+    MESSAGES_PER_UNIT = 2               # of the budget of a turn: a message in a frame costs less than a request
+
+
+cdef inline bint _turn_is_over(turn_share *share, uint64_t messages, uint64_t bytes) noexcept:
+    # Charge one more message of a frame, after `messages`. Return whether other tasks should run first.
+    turn_join(share)
+    if messages % MESSAGES_PER_UNIT:
+        return turn_used_up(share) != 0
+    return turn_is_over(share, bytes)
 
 
 @cython.final
@@ -103,8 +112,7 @@ cdef class SharedFrame:
         cdef char *end
         if operation is None or length > self.longest:
             return False
-        turn_join(&self.share)
-        if turn_is_over(&self.share, length):
+        if _turn_is_over(&self.share, self.messages, length):
             return False
         whole = <uint32_t>length + FRAME_LENGTH_BYTES
         section_enter(&within, _section(operation.queue))
@@ -171,12 +179,15 @@ cdef class MessageFrame:
             at += length
         self.data = data
 
-    cdef bytes _take(self):
-        # Return the next message.
-        cdef const char *begin = PyBytes_AS_STRING(self.data) + self.at
-        cdef uint32_t length = _frame_length(begin)
-        self.at += FRAME_LENGTH_BYTES + length
-        return PyBytes_FromStringAndSize(begin + FRAME_LENGTH_BYTES, length)
+    cdef uint32_t _length(self) noexcept:
+        # Return the length of the next message.
+        return _frame_length(PyBytes_AS_STRING(self.data) + self.at)
+
+    cdef const char *_take(self) noexcept:
+        # Return the bytes of the next message, and go on to the one after it.
+        cdef const char *begin = PyBytes_AS_STRING(self.data) + self.at + FRAME_LENGTH_BYTES
+        self.at += FRAME_LENGTH_BYTES + self._length()
+        return begin
 
 
 cdef inline uint32_t _frame_length(const char *at) noexcept:
@@ -203,6 +214,7 @@ cdef class UnreadMessages:
     cdef public object held             # the next message, taken from the inbox but not received; or None
     cdef public bint receiving          # whether a task waits for a message, or reads one
     cdef public uint64_t received       # number of messages that the user has received
+    cdef bint closed
 
     def __init__(self, Affinity owner not None, what, Inbox inbox not None, consumed):
         self.owner = owner
@@ -228,32 +240,72 @@ cdef class UnreadMessages:
         :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
         :raises ForkedProcessError: the connection was made in the process that this one was forked from.
         """
-        cdef bytes message = None
+        cdef bytes message
+        if not self._may_take():
+            return None
+        item = self._next_item(True) if self.frame is None else self.frame
+        if item is None:
+            return None
+        message = item if type(item) is bytes else self.open(item)
+        self.received += 1
+        if self.frame is None:
+            self.consumed()
+        return message
+
+    def take_into(self, buffer):
+        """Receive the next message into memory, if it is there in a frame, and the budget of the turn is not used up.
+
+        :param buffer: the memory; only contiguous, writable buffers in which the message fits are filled.
+        :returns: length of the message in bytes; -1 if the caller has to receive it otherwise.
+        :raises Exception: whatever `take` raises.
+        """
+        cdef Py_buffer view
+        cdef Py_ssize_t length = -1
+        if not self._may_take():
+            return -1
+        if self.frame is None:
+            self.frame = self._next_item(False)
+        try:
+            PyObject_GetBuffer(buffer, &view, PyBUF_WRITABLE)
+        except (BufferError, TypeError, ValueError):    # the caller finds out what is wrong with it
+            return -1
+        if self.frame is not None and self.frame._length() <= view.len:
+            length = self.frame._length()
+            memcpy(view.buf, self.frame._take(), length)
+        PyBuffer_Release(&view)
+        if length < 0:
+            return -1
+        self.received += 1
+        self._end_frame()
+        if self.frame is None:
+            self.consumed()
+        return length
+
+    def close(self):
+        """Let `take` find no more messages, because this end has closed the connection."""
+        self.closed = True
+
+    cdef bint _may_take(self) except -1:
+        # Whether the caller may receive at once; raise the errors of `take`.
+        if self.closed:
+            return False
         self.owner._enter(self.what, "receive")
         self.owner._leave()
         if self.receiving or self.held is not None or (self.frame is None and not self.inbox.ready):
-            return None
-        turn_join(&self.inbox.queue.share)
-        if not turn_is_over(&self.inbox.queue.share, 0):
-            message = self._take()
-        if message is not None:
-            self.received += 1
-            if self.frame is None:
-                self.consumed()
-        return message
+            return False
+        return not _turn_is_over(&self.inbox.queue.share, self.received, 0)
 
-    cdef bytes _take(self):
-        # Return the next message if it is bytes. Another thread may take the only item of the inbox at any time.
+    cdef object _next_item(self, bint single):
+        # Take the next item out of the inbox if it is a frame, or with `single`, bytes; else return None. Another
+        # thread may put a message back that it has not delivered.
         cdef section within
         cdef object item = None
-        if self.frame is not None:
-            return self.next_of_frame()
         section_enter(&within, _section(self.inbox.queue))
         ready = self.inbox.ready
-        if ready and self.inbox.pending_next is None and type(ready[0]) in (bytes, MessageFrame):
+        if ready and (type(ready[0]) is MessageFrame or (single and type(ready[0]) is bytes)):
             item = ready.popleft()
         section_leave(&within)
-        return self.open(item) if type(item) is MessageFrame else item
+        return item
 
     cpdef bytes open(self, MessageFrame frame):
         """Begin to receive the messages of a frame, and return the first one."""
@@ -263,9 +315,15 @@ cdef class UnreadMessages:
     cpdef bytes next_of_frame(self):
         """Return the next message of the frame that is being received; None if there is none."""
         cdef bytes message
+        cdef uint32_t length
         if self.frame is None:
             return None
-        message = self.frame._take()
+        length = self.frame._length()
+        message = PyBytes_FromStringAndSize(self.frame._take(), length)
+        self._end_frame()
+        return message
+
+    cdef void _end_frame(self) noexcept:
+        # Forget the frame if no message of it is left.
         if self.frame.at == len(self.frame.data):
             self.frame = None
-        return message

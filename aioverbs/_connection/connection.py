@@ -15,6 +15,7 @@ from aioverbs._connection.gather import Payload
 from aioverbs._connection.grants import Grant, RemoteGrant
 from aioverbs._connection.handshake import Offer
 from aioverbs._connection.message_channel import ConnectionStatistics
+from aioverbs._connection.message_sender import MessageSender
 from aioverbs._connection.one_sided import Local, OneSidedRequests, Remote
 from aioverbs._connection.settings import ConnectionSettings
 from aioverbs._connection.wire import FrameKind
@@ -63,7 +64,8 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         self._cq = cq
         self._end: ConnectionEnd | None = None
         self._requests: OneSidedRequests  # those of `_end`
-        self._frame: SharedFrame  # of its channel, too
+        self._sender: MessageSender  # of its channel, too
+        self._frame: SharedFrame
         self._unread: UnreadMessages
 
     # ---- Opening and closing
@@ -100,7 +102,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         lifecycle.stop, lifecycle.drain, lifecycle.drain_now = end.stop, end.drain, end.drain_now
         self._end, self._requests = end, end.requests
         channel = end.channel
-        self._frame, self._unread = channel.sender.frame, channel.receiver.unread
+        self._sender, self._frame, self._unread = channel.sender, channel.sender.frame, channel.receiver.unread
 
     async def open(self) -> "Connection":
         """Return this connection itself, after checking that it is open. ``async with`` calls this.
@@ -331,11 +333,10 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         :raises VerbsError: ``ibv_post_send`` failed; the peer receives no part of the message. If it fails for messages
             that leave together, the connection breaks.
         """
-        if self._lifecycle.state is OPEN and self._frame.add(item, immediate):
+        is_open = self._lifecycle.state is OPEN
+        if is_open and (self._frame.add(item, immediate) or self._sender.send_at_once(item, immediate)):
             return
-        sender = self._open_end().channel.sender
-        if not sender.send_at_once(item, immediate):
-            await sender.send(item, immediate)
+        await self._open_end().channel.sender.send(item, immediate)
 
     def send_nowait(self, item: Payload, *, immediate: int | None = None) -> None:
         """Send a message that fits in one buffer, if that is possible without waiting.

@@ -144,13 +144,12 @@ class MessageSender:
         turn = self.frame.turn_over
         if turn:
             await yield_to_loop(turn)
-        if self.send_at_once(payload, immediate):
-            return
-        await self._send_slowly(parts_of(payload), immediate)
+        if not self.frame.add(payload, immediate) and not self.send_at_once(payload, immediate):
+            await self._send_slowly(parts_of(payload), immediate)
 
     def send_at_once(self, payload: Payload, immediate: int | None = None) -> bool:
-        """Send a user message of one fragment, if that is possible without waiting, and if not so many were sent in
-        this turn of the loop that other tasks should run.
+        """Send a user message of one fragment that was not added to a frame, if that is possible without waiting, and
+        if not so many were sent in this turn of the loop that other tasks should run.
 
         :param payload: the message, as for `send`.
         :param immediate: the user's immediate data, as for `send`.
@@ -160,8 +159,6 @@ class MessageSender:
         self._state.owner.check(self._state, "send")
         if immediate is not None:
             check_immediate(immediate)
-        if self.frame.add(payload, immediate):
-            return True
         parts = (payload,) if type(payload) is bytes else parts_of(payload)
         return not self.frame.turn_over and self._send_at_once(parts, immediate)
 

@@ -33,15 +33,16 @@ class SendBuffers:
     :param size: size of a buffer in bytes.
     """
 
-    __slots__ = ("_awaited", "_free", "_in_flight", "_made", "_size", "memory")
+    __slots__ = ("_awaited", "_free", "_made", "_size", "in_flight", "memory")
 
     def __init__(self, memory: RegionSlice, size: int) -> None:
         self.memory = memory
         self._size = size
         self._made = 0  # bytes of the memory that are buffers by now
         self._free: deque[SendBuffer] | None = None  # None before the first one, as an empty deque is not small
-        # Keeps references to the operations: else one that waits for a place in the send queue would be withdrawn.
-        self._in_flight: deque[tuple[Operation[None], SendBuffer]] | None = None  # None before the first one
+        # Sends that had not ended when `take` was last called; None before the first one. The references keep one that
+        # waits for a place in the send queue from being withdrawn.
+        self.in_flight: deque[tuple[Operation[None], SendBuffer]] | None = None
         self._awaited: Operation[None] | None = None  # operation that `wait` awaited last
 
     def take(self) -> SendBuffer | None:
@@ -49,7 +50,7 @@ class SendBuffers:
 
         The caller passes the buffer to `add_in_flight` or `release`.
         """
-        in_flight = self._in_flight
+        in_flight = self.in_flight
         while in_flight and in_flight[0][0].ended:
             self.release(in_flight.popleft()[1])
         if (start := self._made) < self.memory.length:
@@ -58,16 +59,11 @@ class SendBuffers:
             return SendBuffer(memory.buffer, memory)
         return self._free.popleft() if self._free else None
 
-    @property
-    def in_flight(self) -> bool:
-        """Whether a send was in flight when `take` was last called."""
-        return bool(self._in_flight)
-
     def add_in_flight(self, buffer: SendBuffer, operation: Operation[None]) -> None:
         """Mark a taken buffer as in flight until `operation`, which sends it, has ended."""
-        if self._in_flight is None:
-            self._in_flight = deque()
-        self._in_flight.append((operation, buffer))
+        if self.in_flight is None:
+            self.in_flight = deque()
+        self.in_flight.append((operation, buffer))
 
     def release(self, buffer: SendBuffer) -> None:
         """Give back a taken buffer that was not sent, so that it is free again."""
@@ -85,8 +81,8 @@ class SendBuffers:
         :raises WorkCompletionError: the send or the probe completed with an error.
         :raises Exception: whatever `probe` raises, or another exception that `Operation` lists for an await.
         """
-        assert self._in_flight is not None
-        operation = self._in_flight[0][0]
+        assert self.in_flight is not None
+        operation = self.in_flight[0][0]
         if operation is self._awaited:
             await probe()
         else:

@@ -305,7 +305,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         The await waits while the peer has no receive posted for the message, or while all send buffers are in flight;
         otherwise it returns without letting other tasks run, up to some dozens of messages in one turn of the loop.
 
-        While earlier messages are in flight, messages of at most 4 KiB that are sent in one turn of the loop leave
+        While earlier messages are in flight, messages of at most 16 KiB that are sent in one turn of the loop leave
         together, when the turn ends or before the next request on the connection.
 
         A message of 384 KiB or more is not copied into buffers: the peer's receive call reads it from the memory of

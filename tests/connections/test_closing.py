@@ -137,13 +137,13 @@ async def test_closing_ends_as_soon_as_the_peer_is_gone(device: Device, monkeypa
     monkeypatch.setattr(liveness, "_LINGER_S", 1000)
     async with pair(device, deeper(SMALL, close_timeout_s=1000)) as ends:
         channel = end_of(ends.near).channel
-        wait_delivered = channel.wait_delivered
+        wait_delivered = channel.sender.wait_delivered
 
         async def abort_and_wait() -> None:
             ends.far.abort()
             await wait_delivered()
 
-        monkeypatch.setattr(channel, "wait_delivered", abort_and_wait)
+        monkeypatch.setattr(channel.sender, "wait_delivered", abort_and_wait)
         async with asyncio.timeout(patience(5)):
             await ends.near.aclose()
 

@@ -1,6 +1,7 @@
 """Liveness of a connection's peer: keep-alive probes, and what follows when the peer or the device is lost."""
 
 import asyncio
+from contextvars import Context
 
 from aioverbs._connection.control_channel import ControlChannel
 from aioverbs._connection.message_channel import MessageChannel
@@ -27,17 +28,21 @@ class Ticker:
         self._members: set[Liveness] = set()
         self._due: list[Liveness] = []  # those that the current tick has not reached yet
         self._timer: asyncio.Handle | None = None
+        self._context = Context()  # not that of the task which opened the first connection, and may be long gone
 
     def add(self, member: "Liveness") -> None:
         """Call ``tick`` of a member at each interval."""
         self._members.add(member)
         if self._timer is None:
-            self._timer = self._loop.call_later(self._tick_s, self._tick)
+            self._start()
 
     def discard(self, member: "Liveness") -> None:
         """Undo `add`. Without members, the timer does not run."""
         self._members.discard(member)
-        if not self._members and self._timer is not None:
+        if self._members:
+            return
+        self._due.clear()
+        if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
@@ -48,15 +53,21 @@ class Ticker:
     def _go_on(self) -> None:
         """Call the next members, few in each turn of the loop, and restart the timer after the last one."""
         try:
-            for _ in range(min(_TICKS_PER_TURN, len(self._due))):
+            for _ in range(_TICKS_PER_TURN):
+                if not self._due:  # a call may be the one that removes the last member
+                    break
                 self._due.pop().tick()
         finally:
             if self._due:
-                self._timer = self._loop.call_soon(self._go_on)
+                self._timer = self._loop.call_soon(self._go_on, context=self._context)
             elif self._members:
-                self._timer = self._loop.call_later(self._tick_s, self._tick)
+                self._start()
             else:
                 self._timer = None
+
+    def _start(self) -> None:
+        """Start the timer of the next interval."""
+        self._timer = self._loop.call_later(self._tick_s, self._tick, context=self._context)
 
 
 def _ticker_of(domain: Domain, tick_s: float) -> Ticker:

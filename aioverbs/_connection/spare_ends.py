@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+from contextvars import Context
 
 import anyio
 
@@ -47,10 +48,11 @@ def open_end(domain: Domain, settings: ConnectionSettings, block: LeasedBuffer) 
 class SpareEnd:
     """One end of a connection that is ready for a peer: its queue pair is in INIT, and its receives are posted.
 
-    The listeners of an event loop on one domain with the same settings share it. A peer gets it when it has proved that
-    it knows the secret, and in the next turn of the loop another one is made, also if that peer stops in the middle of
-    its handshake. So there is never more than one beside those of handshakes and connections. If none can be made, the
-    peers of the listener wait until their own is made, and get the error if that fails.
+    The listeners of an event loop on one domain with the same settings share it. A peer gets it when its offer over TCP
+    is accepted, after it has proved that it knows the secret if there is one; or with its request over rdma_cm, whose
+    handshake goes over the queue pair. In the next turn of the loop another one is made, also if that peer stops in the
+    middle of its handshake. So there is never more than one beside those of handshakes and connections. If none can be
+    made, the peers of the listener wait until their own is made, and get the error if that fails.
 
     :param domain: domain that the queue pair is created on.
     :param settings: sizes and times of the end.
@@ -87,7 +89,7 @@ class SpareEnd:
         """
         if self._listeners and not self._is_filling:
             self._is_filling = True
-            self._loop.call_soon(self._fill)
+            self._loop.call_soon(self._fill, context=Context())  # not that of the peer's handshake
         connection, self._connection = self._connection, None
         if connection is None:
             return None

@@ -409,9 +409,9 @@ class Acceptor:
     # ---- Closing
 
     @property
-    def is_listening(self) -> bool:
-        """Whether `stop` has not been called, or could not close the rdma_cm listener."""
-        return self._tcp.is_open or self._cm is not None
+    def is_stopped(self) -> bool:
+        """Whether there is nothing left for `stop` to close: no socket, rdma_cm listener or spare end."""
+        return not self._tcp.is_open and self._cm is None and (self._unused is None or self._unused.closed)
 
     async def stop(self) -> None:
         """Stop accepting peers. Handshakes in progress continue unless their loop is closed.
@@ -426,8 +426,7 @@ class Acceptor:
         self._stop_accepting()
         try:
             if self._unused is not None:
-                with contextlib.suppress(VerbsError):  # its domain tries again
-                    await self._unused.aclose()
+                await _close_unused(self._unused)
             if self._cm_task is not None:
                 await asyncio.wait([self._cm_task])
         finally:  # also if cancelled: the task was cancelled before and no longer uses the listener
@@ -486,6 +485,8 @@ class Acceptor:
             pending.abort()
         self._cancel_tasks()
         self._on_idle = on_idle
+        if self._unused is not None and not self._unused.closed:
+            self._run_to_close(_close_unused(self._unused))
         if self._cm is not None:
             self._run_to_close(self._close_cm_or_warn())
             if self._owner is not None and self._owner.owns():
@@ -565,6 +566,12 @@ async def _close_refused(control: CmControlChannel) -> None:
         await control.aclose()
     except VerbsError as error:
         logger.warning("the rdma_cm identifier of a refused peer could not be closed: %s", error)
+
+
+async def _close_unused(connection: Connection) -> None:
+    """Close a spare end, once its receives are flushed. If that fails, its domain tries again when it is closed."""
+    with contextlib.suppress(VerbsError):
+        await connection.aclose()
 
 
 publish(__name__)

@@ -175,7 +175,7 @@ class ConnectionListener(AcceptorResource):
         :raises VerbsError: the rdma_cm listener or a connection cannot be closed. The listener accepts no more peers,
             and can be closed again.
         """
-        is_done = self._closed and not self._aborted and not self._acceptor.is_listening
+        is_done = self._closed and not self._aborted and self._acceptor.is_stopped
         if self._inherited or is_done:
             return
         if self._orphaned:

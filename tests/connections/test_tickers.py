@@ -1,6 +1,7 @@
 """Connections share the timer of their keep-alives."""
 
 import asyncio
+from contextvars import ContextVar
 from typing import Any, cast
 
 import pytest
@@ -76,3 +77,32 @@ async def test_a_member_may_leave_before_its_call(count: int) -> None:
         ticker.discard(cast(Any, member))
     await asyncio.sleep(0.03)
     assert not any(member.ticks for member in members)
+
+
+async def test_no_member_is_kept_after_all_have_left_in_the_middle_of_a_tick() -> None:
+    ticker = Ticker(0.01)
+    members = [Member(ticker) for _ in range(100)]
+    await until(lambda: any(member.ticks for member in members))
+    for member in members:
+        ticker.discard(cast(Any, member))
+    assert not ticker._due
+    seen = sum(member.ticks for member in members)
+    await asyncio.sleep(0.05)
+    assert sum(member.ticks for member in members) == seen
+
+
+async def test_members_are_not_called_in_the_context_of_the_first_one() -> None:
+    """So that what a task keeps in its context does not live as long as any connection of its loop."""
+    variable: ContextVar[str] = ContextVar("variable", default="none")
+    seen = []
+
+    class Reader(Member):
+        def tick(self) -> None:
+            seen.append(variable.get())
+
+    variable.set("first")
+    ticker = Ticker(0.005)
+    reader = Reader(ticker)
+    await until(lambda: len(seen) >= 3)
+    ticker.discard(cast(Any, reader))
+    assert set(seen) == {"none"}

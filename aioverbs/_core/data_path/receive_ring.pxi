@@ -157,17 +157,24 @@ cdef class ReceiveRing:
                 operation.qp_num = wc.qp_num
                 queue._failed(operation)
         finally:
-            queue.completed += 1
-            self._vacate(queue, 1)
-            self.inbox.posted -= 1
-            try:
-                if <int>wc.status == SUCCESS:
-                    self._message(index, wc)
-                else:
-                    self.inbox._receive_failed(operation, None)
-            finally:
+            if operation.state != DONE:  # Python that ran meanwhile may have abandoned all receives, this one included
+                self._retire(queue, operation, index, wc)
+        return 0
+
+    cdef int _retire(self, WorkQueue queue, Operation operation, uint32_t index, v.ibv_wc *wc) except -1:
+        # Free the place of a completed receive, and give its message or its failure to the inbox.
+        queue.completed += 1
+        self._vacate(queue, 1)
+        self.inbox.posted -= 1
+        try:
+            if <int>wc.status == SUCCESS:
+                self._message(index, wc)
+            else:
+                self.inbox._receive_failed(operation, None)
+        finally:
+            if self.pinned:             # else the queue has taken the pins while the inbox's function ran
                 self._unpin(1)
-                self._proceed(queue)
+            self._proceed(queue)
         return 0
 
     cdef int _message(self, uint32_t index, v.ibv_wc *wc) except -1:
@@ -188,7 +195,10 @@ cdef class ReceiveRing:
         # End all receives, whose completions will not come. The caller has set the outcome of the operation.
         cdef WorkQueue queue = self.inbox.queue
         cdef Operation operation = self.operation
-        cdef uint32_t count = operation.requests
+        cdef uint32_t count
+        if operation is None:
+            return 0
+        count = operation.requests
         queue.completed += count
         self._vacate(queue, count)
         self.inbox.posted -= count

@@ -11,7 +11,7 @@ from aioverbs._connection.settings import ConnectionSettings
 from aioverbs._connection.shared_queues import completion_queue_for, lease_block_now
 from aioverbs._lifecycle.affinity import running_loop
 from aioverbs._lifecycle.lifecycle import OPEN
-from aioverbs._lifecycle.resource import open_now, suppress_warning
+from aioverbs._lifecycle.resource import loop_callback, open_now, suppress_warning
 from aioverbs._lifecycle.turns import OPENING, spend
 from aioverbs._memory.buffer_pool import LeasedBuffer
 from aioverbs._verbs.base_domain import Domain, shared_resources_of
@@ -99,6 +99,7 @@ class SpareEnd:
         suppress_warning(connection, False)
         return connection
 
+    @loop_callback
     def _fill(self) -> None:
         """Make an end, unless there is one or no listener needs one. A failure is logged."""
         self._is_filling = False

@@ -3,9 +3,9 @@
 import inspect
 import sys
 import weakref
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, FunctionType, TracebackType
 from typing import Generic, Self, TypeVar
 
 import anyio.abc
@@ -18,8 +18,8 @@ from aioverbs._lifecycle.turns import OPENING, spend, yield_to_loop
 from aioverbs.errors import ClosedResourceError, ForkedProcessError
 
 __all__ = [
-    "HandleResource", "Resource", "ResourceStatistics", "check_open", "close_after_error", "lifecycle_of", "open_now",
-    "open_part", "open_part_now", "suppress_warning",
+    "HandleResource", "Resource", "ResourceStatistics", "check_open", "close_after_error", "lifecycle_of",
+    "loop_callback", "open_now", "open_part", "open_part_now", "suppress_warning",
 ]  # fmt: skip
 
 
@@ -36,6 +36,21 @@ class ResourceStatistics:
 _NOT_THE_USERS = ("aioverbs.", "anyio.")
 _BELOW_THE_USERS = ("asyncio.", "concurrent.futures.")
 
+_loop_callbacks: set[CodeType] = set()
+
+_Callback = TypeVar("_Callback", bound=Callable[..., object])
+
+
+def loop_callback(function: _Callback) -> _Callback:
+    """Mark a function of the library that event loops call, and that opens resources: no code of the user opened them.
+
+    The stack does not show the functions of loops that are not written in Python, such as uvloop: it seems as if the
+    code which runs the loop had called the function.
+    """
+    assert isinstance(function, FunctionType)
+    _loop_callbacks.add(function.__code__)
+    return function
+
 
 def creation_site() -> Site | None:
     """Return the place in the user's code that called the library. `format_site` formats the place as text.
@@ -46,6 +61,8 @@ def creation_site() -> Site | None:
     frame: FrameType | None = sys._getframe(2)
     inner: FrameType | None = None
     while frame is not None:
+        if frame.f_code in _loop_callbacks:
+            return None
         module = str(frame.f_globals.get("__name__", ""))  # any object, if the code was executed by exec()
         if not module.startswith(_NOT_THE_USERS) and module != "contextlib":
             is_below = module.startswith(_BELOW_THE_USERS) or module == "threading" or _runs_loop(frame, inner)

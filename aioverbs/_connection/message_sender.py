@@ -579,7 +579,7 @@ class MessageSender:
         """
         try:
             keepalive = self.probe()
-        except ConcurrentAccessError:
+        except (BusyResourceError, ConcurrentAccessError):
             return  # another thread is inside a verb: the next call retries
         except (ClosedResourceError, BrokenResourceError, QueuePairStateError, AffinityError, VerbsError):
             return  # the end is reported elsewhere

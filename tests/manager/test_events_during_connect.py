@@ -1,8 +1,10 @@
 """Messages, failures and closing while another thread moves the queue pair to RTR."""
 
 import asyncio
+import contextlib
 import gc
 import threading
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import pytest
@@ -240,26 +242,35 @@ async def test_manual_transitions_after_a_cancelled_connect(device: Device, help
         assert qp.query().max_rd_atomic == connected.query().max_rd_atomic
 
 
+@contextlib.contextmanager
+def changing(qp: QueuePair) -> Iterator[None]:
+    """Let another thread change the state of a queue pair in the meantime, as far as the others can tell."""
+    change = qp.handle.begin_modify()
+    try:
+        yield
+    finally:  # closing the queue pair would wait for it
+        assert not change.end()
+
+
 async def test_a_connection_during_its_queue_pairs_connect(device: Device) -> None:
     async with pair(device) as ends:
         far = end_of(ends.far).channel
         assert far is not None
         before = far.receive_queue.completed
-        change = far.qp.handle.begin_modify()
-        for number in range(3):
-            await ends.near.send(bytes([number]))
-        await until(lambda: far.receive_queue.completed == before + 3)
-        assert not change.end()
+        with changing(far.qp):
+            for number in range(3):  # in up to three frames
+                await ends.near.send(bytes([number]))
+            await until(lambda: far.receive_queue.completed > before)
+            far.sender.send_keepalive()  # the next one tries again
         for number in range(3):
             assert await ends.far.receive() == bytes([number])
         for number in range(10):  # more than its number of receives
             await ends.near.send(bytes([number]))
             assert await ends.far.receive() == bytes([number])
-        change = far.qp.handle.begin_modify()
-        far.fail("of the test")
-        with pytest.raises(BrokenResourceError, match="of the test"):
-            await ends.far.receive()
-        assert not change.end()
+        with changing(far.qp):
+            far.fail("of the test")
+            with pytest.raises(BrokenResourceError, match="of the test"):
+                await ends.far.receive()
         await until(lambda: far.qp.query().qp_state is QpState.ERR)
 
 

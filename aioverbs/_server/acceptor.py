@@ -478,13 +478,22 @@ class Acceptor:
         When this returns, the port is free and the peers have been notified. With TLS, peers in the TLS handshake are
         notified in a later turn of the loop, as are those on a worker of a pool.
 
-        :param on_idle: called without arguments when all tasks have ended, within this call if there is none.
+        :param on_idle: called without arguments on the loop when all tasks have ended, within this call if there is
+            none and the loop runs.
         """
         self._stop_accepting()
         for pending in self._tasks.values():
             pending.abort()
         self._cancel_tasks()
         self._on_idle = on_idle
+        assert self._loop is not None
+        if self._loop.is_running():
+            self._close_rest()
+        else:  # it may never run again: it would leave a task with a coroutine that was never awaited
+            self._loop.call_soon(self._close_rest)
+
+    def _close_rest(self) -> None:
+        """Begin to close the spare end and the rdma_cm listener, each in a task."""
         if self._unused is not None and not self._unused.closed:
             self._run_to_close(_close_unused(self._unused))
         if self._cm is not None:

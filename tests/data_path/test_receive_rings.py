@@ -210,7 +210,7 @@ async def test_memory_stays_pinned_if_the_queue_pair_cannot_be_reset(device: Dev
     async with ends(device) as pair:
         ring = Ring(pair, 3)
         ring.post(0, 3)
-        device.faults.fail("modify_qp", errno.EIO, times=1)
+        device.faults.fail("modify_qp", errno.EIO, times=2)  # both queue pairs are reset
         pair.remote_cq._cq_dispatcher.broke(VerbsError("ibv_poll_cq", errno.EIO))
         with pytest.raises(BrokenResourceError):
             await ring.next()

@@ -135,6 +135,7 @@ SCRIPTS = {
     "in a cycle": """
         async def main():
             await busy(hold=True)
+            gc.disable()  # collected while the loop runs, the requests would be flushed, and held, for 10 s
             references.append(references[:])
             references[-1].append(references[-1])
             references.clear()

@@ -15,6 +15,12 @@ NOT_EMULATED = {
     "tests/core/test_registered_memory.py::test_unmapped_memory_is_refused": (
         "madvise(MADV_POPULATE_READ) succeeds where nothing is mapped"
     ),
+    "tests/data_path/test_adaptive_polling.py::test_other_tasks_run_between_two_polls": (
+        "one turn of the loop may take longer than a wait polls"
+    ),
+    "tests/data_path/test_adaptive_polling.py::test_a_task_spins_only_while_the_loop_has_nothing_else_to_do": (
+        "one poll and its dispatch may take longer than a task spins"
+    ),
     "tests/sharing/test_process_exit.py::test_memory_of_a_dead_process_is_freed": (
         "madvise(MADV_REMOVE) succeeds and frees no pages"
     ),

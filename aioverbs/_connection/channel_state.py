@@ -48,6 +48,7 @@ class ChannelState:
         assert work.receive_queue is not None
         self.receive_queue = work.receive_queue
         work.explain_failures(self._explain)
+        work.require_sends()
         self._callbacks: list[Callable[[], object]] = []
         self._ended = CrossLoopCondition()  # notified when the channel breaks or is closed
 

@@ -330,8 +330,8 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         :raises AffinityError: another event loop owns the connection; nothing was done.
         :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain; the peer receives
             no part of the message.
-        :raises VerbsError: ``ibv_post_send`` failed; the peer receives no part of the message. If it fails for messages
-            that leave together, the connection breaks.
+        :raises VerbsError: ``ibv_post_send`` failed; the peer receives no part of the message. If it fails only after
+            the await has returned, for example for messages that leave together, the connection breaks.
         """
         is_open = self._lifecycle.state is OPEN
         if is_open and (self._frame.add(item, immediate) or self._sender.send_at_once(item, immediate)):

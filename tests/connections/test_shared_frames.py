@@ -17,6 +17,7 @@ from aioverbs import (
     ConnectionSettings,
     Device,
     MessageModel,
+    VerbsError,
     connect,
     listen,
 )
@@ -49,6 +50,14 @@ async def send_all(connection: Connection, messages: list[bytes]) -> None:
 
 async def receive_all(connection: Connection, count: int) -> list[bytes]:
     return [await connection.receive() for _ in range(count)]
+
+
+async def receive_until_lost(connection: Connection) -> list[bytes]:
+    received: list[bytes] = []
+    with contextlib.suppress(BrokenResourceError):
+        while True:
+            received.append(await connection.receive())
+    return received
 
 
 @pytest.mark.every_way
@@ -292,6 +301,76 @@ async def test_a_frame_that_the_verb_refuses_breaks_the_connection(device: Devic
         assert root_of(await ends.near.wait_lost()).errno == errno.ENOMEM  # type: ignore[attr-defined]
         with pytest.raises(BrokenResourceError, match="ibv_post_send"):
             await ends.near.send(b"4")
+
+
+@needs(Capability.FAULT_PLAN)
+async def test_a_refused_frame_stops_the_request_that_posts_it(device: Device) -> None:
+    """A message with immediate data, which shares no frame, has the one before it posted first."""
+    async with pair(device, USUAL) as ends, asyncio.timeout(patience(20)):
+        for message in (b"1", b"2", b"3"):
+            ends.near.send_nowait(message)
+        device.faults.fail("post_send", errno.ENOMEM)
+        with pytest.raises(BrokenResourceError, match="ibv_post_send"):
+            ends.near.send_nowait(b"4", immediate=4)
+        assert await receive_until_lost(ends.far) in ([], [b"1"])
+        assert root_of(await ends.near.wait_lost()).errno == errno.ENOMEM  # type: ignore[attr-defined]
+
+
+@needs(Capability.FAULT_PLAN)
+@pytest.mark.parametrize("immediate", [None, 5], ids=["frame", "single message"])
+async def test_a_request_refused_after_a_wait_for_a_place_stops_those_behind_it(
+    device: Device, immediate: int | None
+) -> None:
+    """END waits behind it: the peer does not take what arrived for all that was sent."""
+    settings = ConnectionSettings(buffer_size=1024, receive_depth=8, send_buffers=6, send_depth=16)
+    async with pair(device, settings) as ends, asyncio.timeout(patience(20)):
+        near = ends.near
+        await near.send(b"1")
+        assert await ends.far.receive() == b"1"
+        await idle(near)
+        hold(device, near.qp)
+        sender = end_of(near).channel.sender
+        probes = [sender.probe() for _ in range(near.qp.statistics().sends.depth)]
+        for message in (b"2", b"3", b"4"):
+            near.send_nowait(message, immediate=immediate)
+        closing = asyncio.create_task(near.aclose())
+        await until(lambda: near.qp.statistics().sends.queued > 2)
+        device.faults.fail("post_send", errno.ENOMEM, first=2)
+        unhold(device, near.qp)
+        assert await receive_until_lost(ends.far) in ([], [b"2"])
+        await asyncio.wait([closing])
+        assert all(each.ended for each in probes)
+
+
+@needs(Capability.FAULT_PLAN)
+@pytest.mark.parametrize("what", ["message", "fragment", "credits"])
+async def test_a_request_refused_at_the_end_of_the_turn_breaks_the_connection(device: Device, what: str) -> None:
+    """With HIGH_BANDWIDTH, all requests are posted then, and no caller awaits those of messages."""
+    async with (
+        device.resource_domain(message_model=MessageModel.HIGH_BANDWIDTH) as domain,
+        listen(HOST, domain=domain, settings=SMALL) as listener,
+        connect(HOST, listener.port, domain=domain, settings=SMALL) as near,
+        await listener.accept() as far,
+        asyncio.timeout(patience(20)),
+    ):
+        if what == "credits":
+            count = await use_up(near)
+            await until(lambda: len(end_of(far).channel.receiver.unread) == count)
+            device.faults.fail("post_send", errno.ENOMEM)
+            assert await receive_all(far, count) == [b"one of them"] * count
+            lost, other = far, near
+        else:
+            device.faults.fail("post_send", errno.ENOMEM)
+            if what == "message":
+                near.send_nowait(b"1", immediate=1)
+                near.send_nowait(b"2", immediate=2)
+            else:
+                with contextlib.suppress(VerbsError):  # awaits the buffer of the first one
+                    await near.send(bytes(5000))
+            lost, other = near, far
+            assert await receive_until_lost(far) == []
+        assert root_of(await lost.wait_lost()).errno == errno.ENOMEM  # type: ignore[attr-defined]
+        assert "protocol violation" not in str(await other.wait_lost())
 
 
 async def test_messages_are_refused_after_the_end(device: Device) -> None:

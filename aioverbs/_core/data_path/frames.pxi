@@ -137,8 +137,6 @@ cdef class SharedFrame:
 def send_later(SendVerbs requester not None, RegionSlice local not None, immediate):
     """Post a send with immediate data at the end of the loop's turn, or before the next request of the queue.
 
-    If the verb then refuses it, the queue pair is moved to ERR.
-
     :param requester: queue pair to post to.
     :param local: registered memory to send.
     :param immediate: immediate data, 0..2**32-1.

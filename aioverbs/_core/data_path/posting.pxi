@@ -93,6 +93,7 @@ cdef class QpWorkState:
     cdef bint device_removed            # the device was removed; an error of a verb alone does not prove that
     cdef WorkQueue srq                  # the shared receive queue that this queue pair receives from, or None
     cdef object explain                 # see `explain_failures`
+    cdef bint requires_sends            # see `require_sends`
 
     def __init__(
         self,
@@ -202,6 +203,14 @@ cdef class QpWorkState:
         """
         self.explain = explain
 
+    def require_sends(self):
+        """From now on, move the queue pair to ERR if a send cannot be posted that was to be posted later than in the
+        call: at the end of the turn, or after a wait for a place. Maybe no caller awaits it, and its message must not
+        be missing between others.
+
+        The requests behind it are not posted, and end with its error, or as if they had been flushed."""
+        self.requires_sends = True
+
     def close(self):
         """Refuse further requests with ClosedResourceError. Requests that wait for a place in a queue end as if they
         had been flushed: awaiting them raises WorkCompletionError with WR_FLUSH_ERR. Posted requests continue."""
@@ -262,8 +271,7 @@ cdef class QpWorkState:
         return 0
 
     cdef int _require_error(self, object error) except -1:
-        # Post nothing from now on, and have the home loop move the queue pair to ERR: an inbox failed to handle a
-        # message, with `error`.
+        # Post nothing from now on, and have the home loop move the queue pair to ERR because of `error`.
         if self.handle.closed or self.handle._state == ERR:
             return 0
         self._set_cause(error)

@@ -311,7 +311,7 @@ cdef class WorkQueue:
         if operation.grows or (self.chains and not _is_batch(operation) and not _binds(operation)):
             return self._chain(operation, wr)
         if self.chain is not None:
-            self._flush()               # keeps the order of the calls
+            self._flush_before(operation)
         operation.state = POSTED        # before the verb: the operation may be done when the verb returns
         error = self._call(operation, wr)
         if error:
@@ -319,6 +319,17 @@ cdef class WorkQueue:
         self.posted += operation.requests
         self.bytes += operation.bytes
         self.doorbells += 1
+        return 0
+
+    cdef int _flush_before(self, Operation operation) except -1:
+        # Post the chain, which keeps the order of the calls. If that breaks the queue pair, nothing follows: release
+        # the place of the operation, and raise the error.
+        try:
+            self._flush()
+            self.requests._check_state(False)
+        except BaseException:
+            self._vacate(operation)
+            raise
         return 0
 
     cdef int _undo_begin(self, Operation operation, int error) except -1:
@@ -394,14 +405,21 @@ cdef class WorkQueue:
             refused = chain[accepted]
             chain = chain[accepted + 1:]
             requests += accepted + 1
-            if refused.grows:           # no caller awaits it: no message may follow
+            if self._break_if_required(refused):
                 for each in chain:
                     self._refuse(each, refused.value)
                 chain = None
-                self.requests._require_error(refused.value)
             if before and not chain:
                 self.requests._lose_completions(refused.value)  # no completion reports the accepted requests
         return 0
+
+    cdef bint _break_if_required(self, Operation operation) except -1:
+        # Break the queue pair if it requires the operation, which could not be posted and has its error: see
+        # `QpWorkState.require_sends`. Return whether it does.
+        if self.receives or not self.requests.requires_sends or not _sends >> operation.opcode & 1:
+            return False
+        self.requests._require_error(operation.value)
+        return True
 
     cdef int _refuse(self, Operation operation, object error) except -1:
         # Have the dispatcher end a chained operation with the error.
@@ -722,6 +740,7 @@ cdef class WorkQueue:
                     self.handle._unuse()
             if refused is not None:
                 operation._fail(refused)
+                self._break_if_required(operation)
                 self._finish_unplaced(operation)
             self._unhold(operation)
         return 0

@@ -3,7 +3,9 @@
 import array
 import asyncio
 import contextlib
+import ctypes
 import errno
+from collections.abc import Callable
 from typing import Any
 
 import anyio
@@ -176,6 +178,94 @@ async def test_a_message_that_does_not_fit_stays_the_next_one(device: Device) ->
         assert ends.far.traffic().owed == owed
         assert await ends.far.receive() == b"two"
         assert ends.far.traffic().owed == owed + 1
+
+
+async def test_a_message_without_memory_for_it_stays_the_next_one(device: Device) -> None:
+    """Also the last one of its frame."""
+    testcapi = pytest.importorskip("_testcapi")
+    async with pair(device, USUAL) as ends:
+        messages = [b"0", b"a" * 100, b"b" * 300, b"c" * 600]
+        await send_all(ends.near, messages)
+        assert await receive_all(ends.far, 2) == messages[:2]
+        unread = end_of(ends.far).channel.receiver.unread
+        for message in messages[2:]:
+            received, failing = None, 0  # the number of the allocation that fails
+            while received is None:
+                testcapi.set_nomemory(failing, failing + 1)
+                try:
+                    received = unread.take()
+                except MemoryError:
+                    failing += 1
+                finally:
+                    testcapi.remove_mem_hooks()
+            assert failing
+            assert received == message
+        assert ends.far.traffic().owed == 2
+        assert ends.far.traffic().messages_received == 4
+
+
+async def test_a_buffer_that_receives_while_it_is_given_back(device: Device) -> None:
+    """The object behind a buffer may run code then."""
+    async with pair(device, USUAL) as ends:
+        await send_all(ends.near, [b"0", b"one", b"two", b"three", b"four"])
+        assert await receive_all(ends.far, 2) == [b"0", b"one"]
+        others: list[bytes] = []
+
+        def receive() -> None:
+            for _ in range(2):
+                with pytest.raises(StopIteration) as message:
+                    ends.far.receive().send(None)
+                others.append(message.value.value)
+
+        memory = ctypes.create_string_buffer(8)
+        assert await ends.far.receive_into(buffer_that_calls(memory, receive)) == 3
+        assert memory.value == b"two"
+        assert others == [b"three", b"four"]
+        assert ends.far.traffic().owed == 2
+        assert ends.far.traffic().messages_received == 5
+        await send_all(ends.near, [b"five", b"six"])
+        assert await receive_all(ends.far, 2) == [b"five", b"six"]
+
+
+def buffer_that_calls(memory: ctypes.Array[ctypes.c_char], when_released: Callable[[], None]) -> Any:
+    """Return an object with a writable buffer, which calls a function each time that the buffer is given back."""
+    api = ctypes.pythonapi
+    fill = api.PyBuffer_FillInfo
+    fill.argtypes = [ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_int]
+
+    def get(obj: object, view: int, flags: int) -> int:
+        return int(fill(view, obj, ctypes.addressof(memory), len(memory), 0, flags))
+
+    def release(_: object, __: int) -> None:
+        when_released()
+
+    get_type = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_void_p, ctypes.c_int)
+    release_type = ctypes.PYFUNCTYPE(None, ctypes.py_object, ctypes.c_void_p)
+    callbacks = get_type(get), release_type(release)
+
+    class Slot(ctypes.Structure):
+        _fields_ = (("slot", ctypes.c_int), ("function", ctypes.c_void_p))
+
+    class Spec(ctypes.Structure):
+        _fields_ = (
+            ("name", ctypes.c_char_p),
+            ("basicsize", ctypes.c_int),
+            ("itemsize", ctypes.c_int),
+            ("flags", ctypes.c_uint),
+            ("slots", ctypes.POINTER(Slot)),
+        )
+
+    get_slot, release_slot = 1, 2  # Py_bf_getbuffer, Py_bf_releasebuffer
+    slots = (Slot * 3)(
+        Slot(get_slot, ctypes.cast(callbacks[0], ctypes.c_void_p)),
+        Slot(release_slot, ctypes.cast(callbacks[1], ctypes.c_void_p)),
+    )
+    make = api.PyType_FromSpec
+    make.argtypes, make.restype = [ctypes.POINTER(Spec)], ctypes.py_object
+    spec = Spec(b"tests.BufferThatCalls", object.__basicsize__, 0, 1 << 10, slots)  # Py_TPFLAGS_HEAPTYPE is implied
+    made = make(ctypes.byref(spec))()
+    type(made).kept_alive = callbacks, slots, spec, memory
+    return made
 
 
 async def test_wrong_buffers_lose_no_message_of_a_frame(device: Device) -> None:

@@ -181,11 +181,9 @@ cdef class MessageFrame:
         # Return the length of the next message.
         return _frame_length(PyBytes_AS_STRING(self.data) + self.at)
 
-    cdef const char *_take(self) noexcept:
-        # Return the bytes of the next message, and go on to the one after it.
-        cdef const char *begin = PyBytes_AS_STRING(self.data) + self.at + FRAME_LENGTH_BYTES
-        self.at += FRAME_LENGTH_BYTES + self._length()
-        return begin
+    cdef const char *_begin(self) noexcept:
+        # Return the bytes of the next message.
+        return PyBytes_AS_STRING(self.data) + self.at + FRAME_LENGTH_BYTES
 
 
 cdef inline uint32_t _frame_length(const char *at) noexcept:
@@ -245,9 +243,7 @@ cdef class UnreadMessages:
         if item is None:
             return None
         message = item if type(item) is bytes else self.open(item)
-        self.received += 1
-        if self.frame is None:
-            self.consumed()
+        self._count_received()
         return message
 
     def take_into(self, buffer):
@@ -263,20 +259,20 @@ cdef class UnreadMessages:
             return -1
         if self.frame is None:
             self.frame = self._next_item(False)
+        # The object behind the buffer may run code, which may receive messages, when its memory is taken and when it is
+        # given back: all that concerns this message is done in between.
         try:
             PyObject_GetBuffer(buffer, &view, PyBUF_WRITABLE)
         except (BufferError, TypeError, ValueError):    # the caller finds out what is wrong with it
             return -1
-        if self.frame is not None and self.frame._length() <= view.len:
-            length = self.frame._length()
-            memcpy(view.buf, self.frame._take(), length)
-        PyBuffer_Release(&view)
-        if length < 0:
-            return -1
-        self.received += 1
-        self._end_frame()
-        if self.frame is None:
-            self.consumed()
+        try:
+            if self.frame is not None and self.frame._length() <= view.len:
+                length = self.frame._length()
+                memcpy(view.buf, self.frame._begin(), length)
+                self._go_on()
+                self._count_received()
+        finally:
+            PyBuffer_Release(&view)
         return length
 
     def close(self):
@@ -293,6 +289,13 @@ cdef class UnreadMessages:
             return False
         return not _turn_is_over(&self.inbox.queue.share, self.received, 0)
 
+    cdef int _count_received(self) except -1:
+        # Count a message that the user has received.
+        self.received += 1
+        if self.frame is None:
+            self.consumed()
+        return 0
+
     cdef object _next_item(self, bint single):
         # Take the next item out of the inbox if it is a frame, or with `single`, bytes; else return None. Another
         # thread may put a message back that it has not delivered.
@@ -308,20 +311,23 @@ cdef class UnreadMessages:
     cpdef bytes open(self, MessageFrame frame):
         """Begin to receive the messages of a frame, and return the first one."""
         self.frame = frame
-        return self.next_of_frame()
+        return self._next_message()
 
-    cpdef bytes next_of_frame(self):
+    def next_of_frame(self):
         """Return the next message of the frame that is being received; None if there is none."""
-        cdef bytes message
-        cdef uint32_t length
         if self.frame is None:
             return None
-        length = self.frame._length()
-        message = PyBytes_FromStringAndSize(self.frame._take(), length)
-        self._end_frame()
+        return self._next_message()
+
+    cdef bytes _next_message(self):
+        # Return the next message of the frame; it stays the next one if there is no memory for it.
+        cdef bytes message = PyBytes_FromStringAndSize(self.frame._begin(), self.frame._length())
+        self._go_on()
         return message
 
-    cdef void _end_frame(self) noexcept:
-        # Forget the frame if no message of it is left.
-        if self.frame.at == len(self.frame.data):
+    cdef void _go_on(self) noexcept:
+        # Go on to the message after the next one. Forget the frame if no message of it is left.
+        cdef MessageFrame frame = self.frame
+        frame.at += FRAME_LENGTH_BYTES + frame._length()
+        if frame.at == len(frame.data):
             self.frame = None

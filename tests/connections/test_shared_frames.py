@@ -5,7 +5,7 @@ import asyncio
 import contextlib
 import ctypes
 import errno
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import anyio
@@ -336,9 +336,31 @@ async def test_a_frame_with_room_takes_messages_without_a_credit(device: Device)
         await waiting
 
 
-async def test_a_stream_of_messages_lets_other_tasks_run(device: Device) -> None:
-    """Neither end does more than a share of the loop's turn at once, and a cancelled call sends and loses nothing."""
-    async with pair(device, USUAL) as ends:
+async def receive_one_into(connection: Connection) -> bytes:
+    buffer = bytearray(16)
+    return bytes(buffer[: await connection.receive_into(buffer)])
+
+
+async def receive_one_with_immediate(connection: Connection) -> bytes:
+    return (await connection.receive_with_immediate())[0]
+
+
+async def receive_one_buffer(connection: Connection) -> bytes:
+    return bytes(await connection.receive_buffer())
+
+
+every_way_to_receive = pytest.mark.parametrize(
+    "receive", [Connection.receive, receive_one_into, receive_one_with_immediate, receive_one_buffer]
+)
+
+
+@every_way_to_receive
+async def test_a_stream_of_messages_lets_other_tasks_run(
+    device: Device, receive: Callable[[Connection], Awaitable[bytes]]
+) -> None:
+    """Neither end does more than a share of the loop's turn at once."""
+    settings = ConnectionSettings(receive_depth=32, send_buffers=16, send_depth=32)  # so that no message waits
+    async with pair(device, settings) as ends:
         turns: list[int] = []
 
         async def count_turns() -> None:
@@ -348,11 +370,28 @@ async def test_a_stream_of_messages_lets_other_tasks_run(device: Device) -> None
 
         counting = asyncio.create_task(count_turns())
         await send_all(ends.near, [number.to_bytes(4) for number in range(900)])
+        assert 4 <= len(turns) < 30
+        await idle(ends.near)
         sent_in = len(turns)
-        assert 4 <= sent_in < 30
-        assert await receive_all(ends.far, 900) == [number.to_bytes(4) for number in range(900)]
+        assert [await receive(ends.far) for _ in range(900)] == [number.to_bytes(4) for number in range(900)]
         assert 4 <= len(turns) - sent_in < 30
         counting.cancel()
+
+
+async def test_long_messages_use_up_the_turn_sooner(device: Device) -> None:
+    async with pair(device, ConnectionSettings(buffer_size=2 << 20, send_buffers=4)) as ends:
+        sent: list[int] = []
+
+        async def flood() -> None:
+            while True:
+                await ends.near.send(bytes(16 << 10))
+                sent.append(len(sent))
+
+        flooding = asyncio.create_task(flood())
+        await asyncio.sleep(0)
+        assert 10 < len(sent) < 32
+        flooding.cancel()
+        await asyncio.wait([flooding])
 
 
 async def test_a_cancelled_call_that_lets_other_tasks_run(device: Device) -> None:

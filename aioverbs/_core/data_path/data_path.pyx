@@ -107,7 +107,7 @@ cdef extern from "data_path/loop_budget.h" nogil:
     void turn_join(turn_share *)
     uint64_t turn_spend(uint32_t units)
     void turn_note_sleep()
-    bint turn_is_over(turn_share *, uint64_t bytes)
+    bint turn_is_over(turn_share *, uint32_t units, uint64_t bytes)
     uint64_t turn_used_up(const turn_share *)
 
 cdef extern from "data_path/spin_estimate.h" nogil:

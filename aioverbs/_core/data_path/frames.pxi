@@ -8,9 +8,7 @@ cdef enum:
 cdef inline bint _turn_is_over(turn_share *share, uint64_t messages, uint64_t bytes) noexcept:
     # Charge one more message of a frame, after `messages`. Return whether other tasks should run first.
     turn_join(share)
-    if messages % MESSAGES_PER_UNIT:
-        return turn_used_up(share) != 0
-    return turn_is_over(share, bytes)
+    return turn_is_over(share, 0 if messages % MESSAGES_PER_UNIT else 1, bytes)
 
 
 @cython.final
@@ -112,7 +110,7 @@ cdef class SharedFrame:
         cdef char *end
         if operation is None or length > self.longest:
             return False
-        if _turn_is_over(&self.share, self.messages, length):
+        if _turn_is_over(&self.share, self.added, length):
             return False
         whole = <uint32_t>length + FRAME_LENGTH_BYTES
         section_enter(&within, _section(operation.queue))
@@ -287,7 +285,7 @@ cdef class UnreadMessages:
         self.owner._leave()
         if self.receiving or self.held is not None or (self.frame is None and not self.inbox.ready):
             return False
-        return not _turn_is_over(&self.inbox.queue.share, self.received, 0)
+        return not _turn_is_over(&self.inbox.queue.share, self.received if self.frame is not None else 0, 0)
 
     cdef int _count_received(self) except -1:
         # Count a message that the user has received.
@@ -314,9 +312,11 @@ cdef class UnreadMessages:
         return self._next_message()
 
     def next_of_frame(self):
-        """Return the next message of the frame that is being received; None if there is none."""
+        """Return the next message of the frame that is being received, which is charged to the turn; None if there is
+        none."""
         if self.frame is None:
             return None
+        _turn_is_over(&self.inbox.queue.share, self.received, 0)
         return self._next_message()
 
     cdef bytes _next_message(self):

@@ -87,10 +87,11 @@ static inline void turn_note_sleep(void)
     turn_now.slept = true;
 }
 
-/* Charge an await that could be done at once; turn_join comes before. Return whether other tasks should run first. */
-static inline bool turn_is_over(struct turn_share *share, uint64_t bytes)
+/* Charge an await of `units` and `bytes` that could be done at once; turn_join comes before. Return whether other tasks
+ * should run first. */
+static inline bool turn_is_over(struct turn_share *share, uint32_t units, uint64_t bytes)
 {
-    share->units += 1 + bytes / TURN_UNIT_BYTES;
+    share->units += units + bytes / TURN_UNIT_BYTES;
     return share->units > turn_now.share;
 }
 

@@ -401,7 +401,7 @@ cdef class Operation:
         if self.phase != NOT_AWAITED:   # changed by another thread, or by Python code that ran in between
             self._raise_already_awaited()
         turn_join(&self.queue.share)
-        if self.state == DONE and not turn_is_over(&self.queue.share, self.bytes):
+        if self.state == DONE and not turn_is_over(&self.queue.share, 1, self.bytes):
             return self._deliver(result)
         return self._begin_waiting(result)
 

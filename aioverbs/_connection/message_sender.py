@@ -213,7 +213,7 @@ class MessageSender:
         if immediate is not None:
             length += IMMEDIATE.size
             frame |= HAS_IMMEDIATE
-        if len(parts) != 1 and length <= _SHARING_BYTES and self.frame.add(b"".join(parts), immediate):
+        if length <= _SHARING_BYTES and self.frame.add(parts[0] if len(parts) == 1 else b"".join(parts), immediate):
             return True
         if (
             length > self.fragment_size

@@ -75,6 +75,17 @@ async def test_messages_of_one_turn_leave_together(device: Device) -> None:
         assert ends.far.traffic().messages_received == 40
 
 
+@pytest.mark.parametrize("form", [bytearray, memoryview, lambda each: [each], lambda each: (b"", each[:2], each[2:])])
+async def test_messages_of_all_forms_share_a_frame(device: Device, form: Callable[[bytes], Any]) -> None:
+    async with pair(device, USUAL) as ends:
+        before = posted(ends.near)
+        for _ in range(10):
+            await ends.near.send(form(b"sent"))
+            ends.near.send_nowait(form(b"sent"))
+        assert posted(ends.near) - before == 2
+        assert await receive_all(ends.far, 20) == [b"sent"] * 20
+
+
 async def test_single_messages_leave_at_once(device: Device) -> None:
     async with pair(device, USUAL) as ends:
         for together in (1, 3, 1):

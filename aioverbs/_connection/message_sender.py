@@ -255,8 +255,8 @@ class MessageSender:
     @contextlib.asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
         """Wait for the lock, and hold it for the block."""
-        self._in_line += 1
         self.frame.close()  # no message may overtake this sender
+        self._in_line += 1
         try:
             async with self._lock:
                 yield

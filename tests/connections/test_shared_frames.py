@@ -513,6 +513,27 @@ async def test_a_request_refused_at_the_end_of_the_turn_breaks_the_connection(de
         assert "protocol violation" not in str(await other.wait_lost())
 
 
+async def test_a_frame_that_cannot_be_posted_holds_up_no_later_message(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Unposted:
+        turn_over = 0
+
+        def add(self, *_: object) -> bool:
+            return False
+
+        def close(self) -> None:
+            raise MemoryError
+
+    async with pair(device) as ends:
+        with monkeypatch.context() as patch:
+            patch.setattr(end_of(ends.near).channel.sender, "frame", Unposted())
+            with pytest.raises(MemoryError):
+                await ends.near.send(bytes(5000))
+        ends.near.send_nowait(b"later")
+        assert await ends.far.receive() == b"later"
+
+
 async def test_messages_are_refused_after_the_end(device: Device) -> None:
     async with pair(device, USUAL) as ends:
         for connection in (ends.near, ends.far):

@@ -114,8 +114,10 @@ class MessageChannel(ChannelState):
         """Wake all that wait for a message or a credit, do the rest, and send the last frame."""
         self.sender.wake_waiter()
         self.receiver.end_inbox()
-        super()._report_end()
-        self.sender.frame.close()
+        try:
+            super()._report_end()
+        finally:
+            self.sender.frame.close()
 
     def statistics(self) -> ConnectionStatistics:
         """Return a `ConnectionStatistics`: the numbers of messages sent and received so far, of credits available and

@@ -534,6 +534,27 @@ async def test_a_frame_that_cannot_be_posted_holds_up_no_later_message(
         assert await ends.far.receive() == b"later"
 
 
+async def test_a_frame_takes_no_message_after_the_end_of_the_connection(device: Device) -> None:
+    """Even if a function fails that is called at the end."""
+    async with pair(device, USUAL) as ends:
+        ends.near.send_nowait(b"1")
+        ends.near.send_nowait(b"2")
+        channel = end_of(ends.near).channel
+        errors = [ZeroDivisionError()]
+
+        def fail_once() -> None:
+            if errors:
+                raise errors.pop()
+
+        channel.when_ended(fail_once)
+        with pytest.raises(ZeroDivisionError):
+            channel.fail("for a reason")
+        with pytest.raises(BrokenResourceError, match="for a reason"):
+            await ends.near.send(b"3")
+        with pytest.raises(BrokenResourceError, match="for a reason"):
+            ends.near.send_nowait(b"4")
+
+
 async def test_messages_are_refused_after_the_end(device: Device) -> None:
     async with pair(device, USUAL) as ends:
         for connection in (ends.near, ends.far):

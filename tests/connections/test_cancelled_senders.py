@@ -54,6 +54,7 @@ def fill(connection: Connection, source: MemoryRegion, target: RemoteGrant) -> l
 @pytest.mark.every_way
 @needs(Capability.FAULT_PLAN)
 async def test_cancelling_a_send_does_not_withdraw_the_message_before(device: Device) -> None:
+    """Messages with immediate data share no frame, so that each takes a buffer."""
     async with (
         pair(device, NARROW) as ends,
         ends.domain.register(64) as source,
@@ -62,13 +63,13 @@ async def test_cancelling_a_send_does_not_withdraw_the_message_before(device: De
         there = await granted(ends.far, ends.near, target)
         hold(device, ends.near.qp)
         writes = fill(ends.near, source, there)
-        await ends.near.send(b"one")
-        await ends.near.send(b"two")
+        await ends.near.send(b"one", immediate=1)
+        await ends.near.send(b"two", immediate=2)
         waits = ends.near.traffic().waits
-        await cancel_by_its_task(ends.near.send(b"three"), lambda: ends.near.traffic().waits > waits)
+        await cancel_by_its_task(ends.near.send(b"three", immediate=3), lambda: ends.near.traffic().waits > waits)
         gc.collect()
         waits = ends.near.traffic().waits
-        sending = asyncio.create_task(ends.near.send(b"four"))
+        sending = asyncio.create_task(ends.near.send(b"four", immediate=4))
         await until(lambda: ends.near.traffic().waits > waits)
         unhold(device, ends.near.qp)
         with anyio.fail_after(patience(20)):

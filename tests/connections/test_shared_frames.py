@@ -365,6 +365,47 @@ every_way_to_receive = pytest.mark.parametrize(
 )
 
 
+@needs(Capability.FAULT_PLAN)
+async def test_messages_share_a_frame_that_waits_for_a_place(device: Device) -> None:
+    """The send queue is full of other requests."""
+    settings = ConnectionSettings(receive_depth=8, send_buffers=4, send_depth=16)
+    async with pair(device, settings) as ends:
+        near = ends.near
+        hold(device, near.qp)
+        sender = end_of(near).channel.sender
+        probes = [sender.probe() for _ in range(near.qp.statistics().sends.depth)]
+        for number in range(100):
+            near.send_nowait(b"%d" % number)
+        assert near.qp.statistics().sends.queued == 2
+        unhold(device, near.qp)
+        assert await receive_all(ends.far, 100) == [b"%d" % number for number in range(100)]
+        await idle(near)
+        sends = near.qp.statistics().sends
+        assert sends.posted - len(probes) <= 4
+        assert all(each.ended for each in probes)
+
+
+@needs(Capability.FAULT_PLAN)
+async def test_a_message_does_not_overtake_a_request_that_waits_for_a_place(device: Device) -> None:
+    """Although a frame with room for it is before that request."""
+    settings = ConnectionSettings(receive_depth=8, send_buffers=4, send_depth=16)
+    async with pair(device, settings) as ends:
+        near = ends.near
+        hold(device, near.qp)
+        sender = end_of(near).channel.sender
+        probes = [sender.probe() for _ in range(near.qp.statistics().sends.depth - 2)]
+        near.send_nowait(b"1")
+        near.send_nowait(b"2")
+        assert near.qp.statistics().sends.queued == 0
+        probes.append(sender.probe())
+        near.send_nowait(b"3")
+        assert near.qp.statistics().sends.queued == 2
+        unhold(device, near.qp)
+        assert await receive_all(ends.far, 3) == [b"1", b"2", b"3"]
+        await idle(near)
+        assert all(each.ended for each in probes)
+
+
 @every_way_to_receive
 async def test_a_stream_of_messages_lets_other_tasks_run(
     device: Device, receive: Callable[[Connection], Awaitable[bytes]]

@@ -124,7 +124,8 @@ cdef class SharedFrame:
             memcpy(end + FRAME_LENGTH_BYTES, data, length)
             wr.sg_list[0].length += whole
             operation.bytes += whole
-            operation.queue.bytes += whole
+            if operation.state == CHAINED:
+                operation.queue.bytes += whole      # one that waits for a place is counted later
             self.used += whole
             self.messages += 1
             self.added += 1

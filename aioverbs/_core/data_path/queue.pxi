@@ -363,10 +363,16 @@ cdef class WorkQueue:
         return 0
 
     cdef v.ibv_send_wr *_growing(self, Operation operation) except? NULL:
-        # Return the request of a chained operation, to be changed; NULL if it was posted, or is not the last one of the
-        # chain.
+        # Return the request of an operation that is the last one to be posted of all that are chained or wait for
+        # places, to be changed; NULL if it was posted, or others follow it.
         cdef Py_ssize_t last
-        if self.chain is None:
+        cdef PyObject *waits_last
+        finalizer_lock_acquire(&self.waiting_lock)
+        waits_last = self.last
+        finalizer_lock_release(&self.waiting_lock)
+        if operation.state == WAITING:
+            return &operation.extra.requests.send if waits_last == <PyObject *>operation.extra else NULL
+        if self.chain is None or waits_last != NULL:
             return NULL
         last = len(self.chain) - 1
         return &self.chain_wrs[last].send if self.chain[last] is operation else NULL

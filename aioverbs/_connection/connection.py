@@ -37,7 +37,7 @@ from aioverbs.types import AccessFlags
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["Connection", "end_of", "on_closed"]
+__all__ = ["Connection", "await_while_busy", "end_of", "on_closed"]
 
 
 class Connection(Resource, anyio.abc.ObjectStream[bytes]):
@@ -153,8 +153,8 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
                     anyio.move_on_after(self._settings.close_timeout_s),
                 ):
                     channel.receiver.announced.discard()
-                    await _retry_while_busy(lambda: channel.sender.send_frame(FrameKind.END, last=True))
-                    await _retry_while_busy(channel.sender.wait_delivered)
+                    await await_while_busy(lambda: channel.sender.send_frame(FrameKind.END, last=True))
+                    await await_while_busy(channel.sender.wait_delivered)
                     if end.announcer is not None:
                         await end.announcer.wait_answered()
         finally:
@@ -676,9 +676,9 @@ def on_closed(connection: Connection, callback: Callable[[], object]) -> None:
     end_of(connection).closed_callback = callback
 
 
-async def _retry_while_busy(call: Callable[[], Coroutine[Any, Any, None]]) -> None:
+async def await_while_busy(call: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Await `call()`, and repeat that as long as it raises `ConcurrentAccessError` because another thread is executing
-    a verb on the same unlocked domain.
+    a verb on the same unlocked domain. For use by other modules of the library.
 
     :param call: function that returns a new coroutine each time.
     :raises Exception: whatever the coroutine raises, except for `ConcurrentAccessError`.

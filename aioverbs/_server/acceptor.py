@@ -11,7 +11,7 @@ from typing import Any
 
 from aioverbs._connection.cm_control import CmControlChannel, SharedChannel
 from aioverbs._connection.connect import Transport, uses_rdma_cm
-from aioverbs._connection.connection import Connection
+from aioverbs._connection.connection import Connection, await_while_busy
 from aioverbs._connection.handshake import Reason, Reject
 from aioverbs._connection.shared_queues import prepare
 from aioverbs._connection.spare_ends import SpareEnd, spare_end_of
@@ -578,9 +578,11 @@ async def _close_refused(control: CmControlChannel) -> None:
 
 
 async def _close_unused(connection: Connection) -> None:
-    """Close a spare end, once its receives are flushed. If that fails, its domain tries again when it is closed."""
+    """Close a spare end, once its receives are flushed and no other thread is inside a verb. If that fails, its domain
+    tries again when it is closed.
+    """
     with contextlib.suppress(VerbsError):
-        await connection.aclose()
+        await await_while_busy(connection.aclose)
 
 
 publish(__name__)

@@ -8,13 +8,14 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from aioverbs import Connection, Device, HandshakeError, QpCapabilities, VerbsError, connect, listen
+from aioverbs import Connection, Device, HandshakeError, QpCapabilities, ThreadModel, VerbsError, connect, listen
 from aioverbs._connection.handshake import Handshake, Offer
 from aioverbs._verbs.base_domain import Domain
 from aioverbs._verbs.completion_queue import dispatcher_of
 from tests.capabilities import Capability, needs
 from tests.connections.ends import HOST, SMALL, deeper, works
 from tests.connections.test_listening import heard, listening, stranger, talks
+from tests.manager.held_verbs import StayingAllocator, thread_inside
 from tests.waiting import until
 
 
@@ -127,6 +128,20 @@ async def test_closing_a_listener_at_once_closes_its_end(device: Device) -> None
         listener.close()
         await until(lambda: not ends_of(domain))
         await listener.aclose()
+
+
+@needs(Capability.PARENT_DOMAINS)
+async def test_closing_a_listener_while_another_thread_is_in_a_verb(device: Device) -> None:
+    """Closing waits for that thread."""
+    staying = StayingAllocator()
+    async with device.resource_domain(thread_model=ThreadModel.UNSAFE, allocator=staying) as domain:
+        listener = await listen(HOST, domain=domain, settings=SMALL).open()
+        async with thread_inside(domain, staying):
+            closing = asyncio.create_task(listener.aclose())
+            await asyncio.sleep(0.02)
+            assert not closing.done()
+        await closing
+        assert not ends_of(domain)
 
 
 async def test_an_end_whose_completion_queue_failed_is_not_used(device: Device) -> None:

@@ -790,8 +790,8 @@ cdef class WorkQueue:
             section_leave(&within)
 
     def flush(self):
-        """Post the chained requests, which were collected to be posted together. This is called on the owner's loop,
-        because the loop that dispatches the completions may not post them."""
+        """Post the chained requests, which were collected to be posted together. This is called on the owner's loop:
+        by a user of the queue, or because the loop that dispatches the completions may not post them."""
         cdef section within
         section_enter(&within, _section(self))
         try:
@@ -802,8 +802,8 @@ cdef class WorkQueue:
             section_leave(&within)
 
     cdef int _flush_chained(self) except -1:
-        # Post the chain. Called by the dispatcher, or on the owner's loop if that is another loop. The queue is no
-        # longer in `chained`, so that only this call posts the chain, until the queue is in `chained` again.
+        # Post the chain. Called by the dispatcher, or on the owner's loop. The queue may be in `chained` once more for
+        # each chain that was posted before the dispatcher came to it, which then finds a later chain, or none.
         if self.chain is None:          # posted, or abandoned
             return 0
         try:

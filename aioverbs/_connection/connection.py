@@ -300,13 +300,18 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
     # ---- Messages
 
     async def send(self, item: Payload, *, immediate: int | None = None) -> None:
-        """Send a message. When the await returns, the message is in flight and the memory of `item` may be changed.
+        """Send a message. When the await returns, the memory of `item` may be changed, and the message is in flight or
+        leaves at the end of the loop's turn.
 
         The await waits while the peer has no receive posted for the message, or while all send buffers are in flight;
         otherwise it returns without letting other tasks run, up to some dozens of messages in one turn of the loop.
 
-        While earlier messages are in flight, messages of at most 16 KiB that are sent in one turn of the loop leave
-        together, when the turn ends or before the next request on the connection.
+        While earlier messages are in flight, messages of at most 16 KiB without immediate data that are sent in one
+        turn of the loop leave together, when the turn ends or before the next request on the connection. A caller that
+        then blocks the loop's thread delays them.
+
+        Messages of one task arrive in the order of its calls. Tasks that send at the same time have no order among each
+        other.
 
         A message of 384 KiB or more is not copied into buffers: the peer's receive call reads it from the memory of
         `item`. The await returns when the peer has received it, or has dropped it because it closes its end: as for a
@@ -341,7 +346,8 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
     def send_nowait(self, item: Payload, *, immediate: int | None = None) -> None:
         """Send a message that fits in one buffer, if that is possible without waiting.
 
-        When this returns, the message is in flight and the memory of `item` may be changed.
+        When this returns, the memory of `item` may be changed, and the message is in flight or leaves at the end of the
+        loop's turn: see `send`.
 
         :param item: the message, as for `send`, but at most as long as the smaller ``buffer_size`` of both ends. 4
             bytes of that are used for immediate data, if there is any.
@@ -355,7 +361,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
             integer.
         :raises AffinityError: another event loop owns the connection; nothing was done.
         :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain; nothing was sent.
-        :raises VerbsError: ``ibv_post_send`` failed; nothing was sent.
+        :raises VerbsError: ``ibv_post_send`` failed; nothing was sent. If it fails only later, the connection breaks.
         """
         self._open_end().channel.sender.send_nowait(item, immediate)
 

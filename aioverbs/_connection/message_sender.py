@@ -124,7 +124,8 @@ class MessageSender:
     # ---- User messages
 
     async def send(self, payload: Payload, immediate: int | None = None) -> None:
-        """Send a user message. When this method returns, the message is in flight and its memory may be changed.
+        """Send a user message. When this method returns, its memory may be changed, and it is in flight or leaves at
+        the end of the loop's turn. Tasks that call this at the same time have no order among each other.
 
         This waits until a credit and a send buffer are available for each fragment. If both are there for the only
         fragment, it returns without waiting, unless so many messages were sent in this turn of the loop that other
@@ -580,7 +581,7 @@ class MessageSender:
         try:
             keepalive = self.probe()
         except (BusyResourceError, ConcurrentAccessError):
-            return  # another thread is inside a verb: the next call retries
+            return  # another thread is inside a verb, or is changing the queue pair: the next call retries
         except (ClosedResourceError, BrokenResourceError, QueuePairStateError, AffinityError, VerbsError):
             return  # the end is reported elsewhere
         self.keep_until_done(keepalive)

@@ -236,7 +236,7 @@ class MessageSender:
             at = IMMEDIATE.size
         elif (
             length <= _SHARING_BYTES
-            and (self._buffers.in_flight or self.frame.several)
+            and (self._buffers.in_flight or self.frame.is_shared)
             and length + LENGTH.size <= self.fragment_size
             and credit.available > 1 + RESERVED_CREDITS + credit.revocations  # the last one may be missed for long
         ):
@@ -254,7 +254,7 @@ class MessageSender:
         return True
 
     @contextlib.asynccontextmanager
-    async def _turn(self) -> AsyncIterator[None]:
+    async def _exclusive(self) -> AsyncIterator[None]:
         """Wait for the lock, and hold it for the block."""
         self.frame.close()  # no message may overtake this sender
         self._in_line += 1
@@ -274,7 +274,7 @@ class MessageSender:
         length = sum(map(len, parts))
         self._check_length(length)
         finish = None
-        async with self._turn():
+        async with self._exclusive():
             self._state.check_sending()
             if self.announce is not None and length >= max(_ANNOUNCED_BYTES, self.fragment_size):
                 finish = await self.announce(parts, immediate)
@@ -375,7 +375,7 @@ class MessageSender:
         :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
         :raises Exception: any other exception that `QueuePair.send` raises, such as `VerbsError`.
         """
-        async with self._turn():
+        async with self._exclusive():
             if kind is FrameKind.END and self._state.eof_sent:
                 return
             self._state.check_sending()

@@ -25,8 +25,8 @@ cdef class SharedFrame:
     cdef Operation operation            # the send; None if no message can be added
     cdef RegionSlice memory
     cdef uint32_t used                  # bytes of the frame so far
-    cdef uint32_t room
-    cdef Py_ssize_t longest
+    cdef uint32_t capacity
+    cdef Py_ssize_t max_message
     cdef uint32_t messages              # in the last frame
     cdef turn_share share
     cdef readonly uint64_t added        # number of messages that `add` has added
@@ -35,14 +35,14 @@ cdef class SharedFrame:
         self.owner = owner
         self.what = what
 
-    def start(self, uint32_t room, Py_ssize_t longest):
+    def start(self, uint32_t capacity, Py_ssize_t max_message):
         """Set the sizes.
 
-        :param room: size limit of a frame in bytes.
-        :param longest: length of the longest message that is added, in bytes.
+        :param capacity: size limit of a frame in bytes.
+        :param max_message: length of the longest message that is added, in bytes.
         """
-        self.room = room
-        self.longest = longest
+        self.capacity = capacity
+        self.max_message = max_message
 
     def begin(self, Operation operation not None, RegionSlice memory not None, uint32_t used):
         """Begin a frame: messages can be added from now on.
@@ -64,7 +64,7 @@ cdef class SharedFrame:
             operation.queue.flush()
 
     @property
-    def several(self):
+    def is_shared(self):
         """Whether several messages shared the last frame."""
         return self.messages > 1
 
@@ -74,7 +74,7 @@ cdef class SharedFrame:
         return turn_used_up(&self.share)
 
     def add(self, payload, immediate=None):
-        """Add a message to the frame, if there is one with room for it and the budget of the turn is not used up.
+        """Add a message to the frame, if there is one in which it fits and the budget of the turn is not used up.
 
         :param payload: the message; only contiguous buffers are added.
         :param immediate: immediate data; messages that have any are not added.
@@ -108,14 +108,14 @@ cdef class SharedFrame:
         cdef uint32_t whole
         cdef uint32_t head
         cdef char *end
-        if operation is None or length > self.longest:
+        if operation is None or length > self.max_message:
             return False
         if _turn_is_over(&self.share, self.added, length):
             return False
         whole = <uint32_t>length + FRAME_LENGTH_BYTES
         section_enter(&within, _section(operation.queue))
         wr = operation.queue._growing(operation)
-        if wr == NULL or whole > self.room - self.used:
+        if wr == NULL or whole > self.capacity - self.used:
             self.operation = None
         else:
             head = v.htonl(<uint32_t>length)

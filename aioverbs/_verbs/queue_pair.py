@@ -44,7 +44,7 @@ from aioverbs._verbs.qp_modify import Connectable
 from aioverbs._verbs.receive_refill import Refiller
 from aioverbs._verbs.shared_receive_queue import SharedReceiveQueue
 from aioverbs.attributes import QpCapabilities
-from aioverbs.errors import BrokenResourceError, ConcurrentAccessError, VerbsError
+from aioverbs.errors import BrokenResourceError, VerbsError
 from aioverbs.types import AccessFlags, QpState, QpType, WcStatus
 
 __all__ = [
@@ -510,34 +510,31 @@ class _Flusher:
     async def flush(self) -> None:
         """If work requests are in flight, move the queue pair to ERR and wait until all of them have completed.
 
-        Requests that are still waiting for a slot are not posted. Wait for at most 10 s; a cancellation does not
-        shorten this. If requests are left after 10 s, log a warning; `destroy` abandons all that are left. Do not wait
-        if the verb fails or if no event loop dispatches the completions. A queue pair with a shared receive queue is
-        moved to ERR in any case, and its completion queue is polled.
+        Requests that are still waiting for a slot, or for the end of the loop's turn, are not posted. Wait for at most
+        10 s; a cancellation does not shorten this. If requests are left after 10 s, log a warning; `destroy` abandons
+        all that are left. Do not wait if the verb fails or if no event loop dispatches the completions. A queue pair
+        with a shared receive queue is moved to ERR in any case, and its completion queue is polled.
 
         :raises asyncio.CancelledError: this was cancelled; it is raised after the wait.
         :raises RuntimeError: there is something to wait for, or the queue pair has a shared receive queue, and no
-            asyncio event loop is running.
+            asyncio event loop is running; nothing was done.
         """
         handle, work = self._handle, self._work
         assert handle is not None
         assert work is not None
         interruption = await self._wait_for_modification(work)
+        must_wait = self._poll_recv_cq is not None or work.in_flight > 0
+        if must_wait:
+            running_loop()  # raises an exception before anything is changed
         work.close()
-        if self._poll_recv_cq is not None or work.in_flight:
-            # The first attempt is now: before a task begins, the turn of the loop would post what is chained.
-            is_error = self._try_to_error(handle)
-            if is_error is not False:
-                await wait_uncancelled(self._end_requests(handle, work, is_error is not None))
+        if must_wait:
+            await wait_uncancelled(self._end_requests(handle, work))
         if interruption is not None:
             raise interruption
 
-    async def _end_requests(self, handle: handles.QueuePair, work: QpWorkState, is_error: bool) -> None:
-        """Do the part of `flush` that follows when the queue pair takes no more requests. A cancellation ends this.
-
-        :param is_error: whether the queue pair is in ERR.
-        """
-        if not is_error and not await self._to_error(handle):
+    async def _end_requests(self, handle: handles.QueuePair, work: QpWorkState) -> None:
+        """Do the part of `flush` that follows when the queue pair takes no more requests. A cancellation ends this."""
+        if not await self._to_error(handle):
             return
         if self._poll_recv_cq is not None:
             await retry_while_busy(self._poll_recv_cq)  # completions of its receives would be lost with the queue pair
@@ -607,23 +604,14 @@ class _Flusher:
                 cancelled = error
         return cancelled
 
-    def _try_to_error(self, handle: handles.QueuePair) -> bool | None:
-        """Move the queue pair to ERR and return True. Return False if the verb fails, and None if another thread is
-        inside the domain.
+    async def _to_error(self, handle: handles.QueuePair) -> bool:
+        """Move the queue pair to ERR and return True.
+
+        If the verb fails, or if another thread is inside the domain in each of 1,000 attempts, return False.
         """
         try:
-            handle.modify(QpState.ERR)
-        except ConcurrentAccessError:
-            return None
-        except VerbsError:  # for example because the device was lost
-            return False
-        return True
-
-    async def _to_error(self, handle: handles.QueuePair) -> bool:
-        """Do the same until no other thread is inside the domain, in 1,000 attempts at most."""
-        try:
             return await retry_while_busy(lambda: handle.modify(QpState.ERR))
-        except VerbsError:
+        except VerbsError:  # for example because the device was lost
             return False
 
     def destroy(self) -> None:

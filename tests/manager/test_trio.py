@@ -8,8 +8,18 @@ from contextlib import asynccontextmanager
 import pytest
 import trio
 
-from aioverbs import Device, ProtectionDomain, ResourceDomain, ResourceState, ThreadModel, import_device, open_device
+from aioverbs import (
+    Device,
+    ProtectionDomain,
+    QpState,
+    ResourceDomain,
+    ResourceState,
+    ThreadModel,
+    import_device,
+    open_device,
+)
 from aioverbs._lifecycle.affinity import Affinity, run_on_owner, wait_uncancelled
+from tests.data_path_endings.pair import pair_on
 
 Attempt = Callable[[Device, ProtectionDomain, ResourceDomain], Awaitable[object]]
 
@@ -78,6 +88,20 @@ def test_resources_of_a_loop_raise_from_trio() -> None:
                 assert device.statistics().objects == before
 
     trio.run(main)
+
+
+@pytest.mark.parametrize("model", [ThreadModel.SAFE, ThreadModel.UNSAFE])
+async def test_a_queue_pair_with_work_in_flight_stays_as_it_is_from_trio(device: Device, model: ThreadModel) -> None:
+    async with pair_on(device, thread_model=model, sends=1) as pair:
+        receive = pair.near.receive(pair.target[8:16])
+        pair.hold()
+        writes = [pair.write(), pair.write(16)]  # the second one waits for a slot
+        with pytest.raises(RuntimeError, match="needs an asyncio event loop, and this is a trio task"):
+            await asyncio.to_thread(trio.run, pair.near.aclose)
+        assert (pair.near.state, pair.near.query().qp_state) == (ResourceState.OPEN, QpState.RTS)
+        pair.unhold()
+        await asyncio.gather(*writes)
+        assert not receive.done()
 
 
 def test_cross_loop_calls_raise_from_trio() -> None:

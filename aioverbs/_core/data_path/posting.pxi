@@ -212,14 +212,16 @@ cdef class QpWorkState:
         self.requires_sends = True
 
     def close(self):
-        """Refuse further requests with ClosedResourceError. Requests that wait for a place in a queue end as if they
-        had been flushed: awaiting them raises WorkCompletionError with WR_FLUSH_ERR. Posted requests continue."""
+        """Refuse further requests with ClosedResourceError. Requests that were not posted, because they wait for a
+        place in a queue or for the end of the turn, end as if they had been flushed: awaiting them raises
+        WorkCompletionError with WR_FLUSH_ERR. Posted requests continue."""
         cdef section within
         section_enter(&within, self._section())
         try:
             for queue in self.queues():
                 (<WorkQueue>queue).closing = True
                 (<WorkQueue>queue)._refuse_waiting(FLUSHED, None)
+                (<WorkQueue>queue)._refuse_chained()
         finally:
             section_leave(&within)
 

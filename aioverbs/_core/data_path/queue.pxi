@@ -863,6 +863,14 @@ cdef class WorkQueue:
             self._finish_unplaced(operation)
             self._unhold(operation)
 
+    cdef int _refuse_chained(self) except -1:
+        # End the chained requests as flushed: they never reached the device. No request may wait for their places.
+        chain, self.chain = self.chain, None
+        if chain is not None:
+            for each in chain:
+                self._abandon_operation(<Operation>each, FLUSHED, None)
+        return 0
+
     cdef int _unchain(self) noexcept:
         # Drop the chained requests.
         self.chain = None

@@ -27,6 +27,7 @@ from aioverbs._core.data_path.data_path import (
 from aioverbs._core.handles import handles
 from aioverbs._durations import duration
 from aioverbs._exports import publish
+from aioverbs._lifecycle import forks
 from aioverbs._lifecycle.affinity import Affinity, CrossLoopCondition, running_loop, wait_uncancelled, wake
 from aioverbs._lifecycle.lifecycle import Lifecycle
 from aioverbs._lifecycle.resource import HandleResource, Resource, ResourceStatistics
@@ -515,7 +516,8 @@ class _Flusher:
         all that are left. Do not wait if the verb fails or if no event loop dispatches the completions. A queue pair
         with a shared receive queue is moved to ERR in any case, and its completion queue is polled.
 
-        :raises asyncio.CancelledError: this was cancelled; it is raised after the wait.
+        :raises asyncio.CancelledError: this was cancelled; it is raised after the wait. In a forked child, it is raised
+            at once.
         :raises RuntimeError: there is something to wait for, or the queue pair has a shared receive queue, and no
             asyncio event loop is running; nothing was done.
         """
@@ -589,18 +591,22 @@ class _Flusher:
         """Wait until no other thread is changing the state of the queue pair.
 
         The queue pair cannot be destroyed before that. The change always ends, so a cancellation does not end the wait.
+        In a forked child, which has no such thread, it does.
 
         :returns: the last cancellation during the wait, which the caller must raise; None if there was none.
+        :raises asyncio.CancelledError: this was cancelled in a forked child.
         :raises RuntimeError: such a change is in progress, and no asyncio event loop is running.
         """
         if work.end_modification():
             return None
-        loop = running_loop()
+        loop, forks_before = running_loop(), forks.count
         cancelled: asyncio.CancelledError | None = None
         while not work.end_modification(loop, functools.partial(wake, ended := loop.create_future())):
             try:
                 await wait_uncancelled(ended)
             except asyncio.CancelledError as error:
+                if forks.count != forks_before:
+                    raise
                 cancelled = error
         return cancelled
 

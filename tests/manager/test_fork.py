@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 
 import pytest
 
-from aioverbs import ForkedProcessError, Resource
+from aioverbs import ForkedProcessError, Resource, ResourceState
 from aioverbs._lifecycle import forks
 from aioverbs._lifecycle.affinity import Affinity, run_on_owner
 from aioverbs._lifecycle.lifecycle import _tree
@@ -20,9 +20,11 @@ from aioverbs._verbs.async_events import EventPump
 from aioverbs._verbs.device import Device, open_device
 from tests.capabilities import Capability, needs
 from tests.core.children import in_child
+from tests.manager.held_verbs import SlowVerb
 from tests.manager.test_write import REMOTE, ends
 from tests.pace import patience
 from tests.running import run
+from tests.waiting import until
 
 LIMIT_S = int(patience(20))
 
@@ -277,6 +279,38 @@ def test_collection_while_a_loop_forks(before: bool) -> None:
     code = COLLECTED_IN_BETWEEN.format(before=before)
     done = run([sys.executable, "-P", "-c", code], patience(50))
     assert (done.returncode, done.stdout) == (0, "0 0\n")
+
+
+def test_a_child_does_not_wait_for_a_verb_in_a_thread_of_the_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The child's copy of a task that closes a queue pair ends when it is cancelled, as at the end of the child."""
+    with asyncio.Runner() as runner:
+
+        async def begin() -> tuple[Device, SlowVerb, list[asyncio.Task[None]]]:
+            device = await open_device("soft0").open()
+            slow = SlowVerb(device, monkeypatch)
+            domain = await device.resource_domain().open()
+            qp = await domain.queue_pair(await domain.completion_queue(64).open()).open()
+            establishing = asyncio.create_task(qp.establish(qp.local_endpoint()))
+            await until(lambda: slow.inside)
+            closing = asyncio.create_task(qp.aclose())
+            await until(lambda: qp.state is ResourceState.CLOSING)
+            return device, slow, [establishing, closing]
+
+        async def end() -> bool:
+            tasks[1].cancel()
+            await asyncio.wait([tasks[1]])
+            return tasks[1].cancelled()
+
+        async def close() -> None:
+            slow.release()
+            await asyncio.wait(tasks)
+            assert tasks[1].exception() is None
+            with pytest.warns(ResourceWarning, match="still open"):
+                await device.aclose()
+
+        device, slow, tasks = runner.run(begin())
+        assert in_child(lambda: runner.run(end()), LIMIT_S)
+        runner.run(close())
 
 
 # A task forks a child that ends by an exception: in the child, asyncio cancels and awaits the parent's tasks.

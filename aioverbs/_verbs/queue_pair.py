@@ -529,8 +529,13 @@ class _Flusher:
         if must_wait:
             running_loop()  # raises an exception before anything is changed
         work.close()
-        if must_wait:
-            await wait_uncancelled(self._end_requests(handle, work))
+        try:
+            if must_wait:
+                await wait_uncancelled(self._end_requests(handle, work))
+        except Exception as error:
+            if interruption is not None:
+                raise interruption from error
+            raise
         if interruption is not None:
             raise interruption
 

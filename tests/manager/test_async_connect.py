@@ -4,6 +4,7 @@ import asyncio
 import errno
 import gc
 import threading
+from typing import Any
 
 import pytest
 
@@ -98,6 +99,36 @@ async def test_a_close_that_is_cancelled_during_the_verb_flushes_receives(device
         assert qp.closed
         with pytest.raises(WorkCompletionError, match="WR_FLUSH_ERR"):
             await receive
+        await asyncio.wait([establishing])
+        assert isinstance(establishing.exception(), ClosedResourceError)
+
+
+async def test_a_close_that_is_cancelled_during_the_verb_raises_that_if_it_fails(
+    device: Device, helpers: Helpers
+) -> None:
+    def fail() -> None:
+        raise BusyResourceError("another loop reads the completion queue")
+
+    async with (
+        device.resource_domain() as domain,
+        domain.completion_queue(64) as cq,
+        domain.shared_receive_queue(4) as srq,
+        domain.queue_pair(cq, srq=srq) as qp,
+    ):
+        establishing = asyncio.create_task(qp.establish(qp.local_endpoint(), ACCESS))
+        await until(lambda: helpers.waiting)
+        closing = asyncio.create_task(qp.aclose())
+        await until(lambda: qp.state is ResourceState.CLOSING)
+        drain: Any = qp._lifecycle.drain
+        poll, drain.__self__._poll_recv_cq = drain.__self__._poll_recv_cq, fail
+        closing.cancel()
+        await asyncio.sleep(0)
+        helpers.release()
+        with pytest.raises(asyncio.CancelledError) as caught:
+            await closing
+        assert isinstance(caught.value.__cause__, BusyResourceError)
+        assert qp.state is ResourceState.OPEN
+        drain.__self__._poll_recv_cq = poll
         await asyncio.wait([establishing])
         assert isinstance(establishing.exception(), ClosedResourceError)
 

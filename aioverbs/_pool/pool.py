@@ -183,7 +183,8 @@ class WorkerPool(Resource):
         the exception says so; the pool takes no calls then but can be closed again.
 
         :returns: the pool itself.
-        :raises ClosedResourceError: the pool was opened before, or a resource that it is made from is closed.
+        :raises ClosedResourceError: the pool was opened before, another task closed it before all workers were ready,
+            or a resource that it is made from is closed.
         :raises ForkedProcessError: the pool, or a resource that it is made from, was opened in the process that this
             one was forked from.
         :raises VerbsError: a verb failed, such as ibv_alloc_pd or ibv_alloc_parent_domain.

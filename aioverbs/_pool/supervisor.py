@@ -519,7 +519,12 @@ class Supervisor:
         if successor is not None:
             self._start(successor)
         if not handle.ready.done():
-            handle.ready.set_exception(for_future(cause) if cause is not None else death_error())
+            if cause is not None and not isinstance(cause, asyncio.CancelledError):  # this would cancel `open`
+                handle.ready.set_exception(for_future(cause))
+            elif is_death:
+                handle.ready.set_exception(death_error())
+            else:
+                handle.ready.set_exception(ClosedResourceError(f"{self.name} was closed while it was being opened"))
         self._condition.notify()
 
     def _replace(self, handle: WorkerHandle) -> WorkerHandle:
@@ -550,8 +555,9 @@ class Supervisor:
         """Start all workers, without waiting until they are ready.
 
         :returns: list with a future for each worker, ordered by number. Each future completes when the worker is ready
-            or, if the worker ends before that, with the exception that ended the worker, or with a `WorkerDiedError` if
-            no exception is known.
+            or, if the worker ends before that, with the exception that ended the worker. If no exception is known, or
+            the worker was cancelled, it completes with a `ClosedResourceError` if the worker was told to end, else with
+            a `WorkerDiedError`.
         """
         handles = tuple(self._handles)
         for handle in handles:
@@ -632,14 +638,14 @@ class Supervisor:
     def join(self) -> None:
         """Block until the threads and processes of all ended workers are gone, for at most 1 s per worker.
 
-        A further call waits again for those that still exist.
+        A further call waits again for those that still exist, and for all of them if an exception ended this call.
         """
         with self.lock:
-            ended, self._ended_handles = self._ended_handles, []
+            ended = tuple(self._ended_handles)
         # Without the lock, which a worker that ends may still need.
-        remaining = [handle for handle in ended if not handle.join(_JOIN_S)]
+        gone = [handle for handle in ended if handle.join(_JOIN_S)]
         with self.lock:
-            self._ended_handles += remaining
+            self._ended_handles = [handle for handle in self._ended_handles if handle not in gone]
 
     def _live_handles(self) -> Iterable[WorkerHandle]:
         """Return a list of the handles of the workers that have not ended."""

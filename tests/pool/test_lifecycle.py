@@ -88,6 +88,34 @@ async def test_joining_threads_does_not_keep_the_lock(device: Device, monkeypatc
     assert all(could_lock)
 
 
+async def test_closing_again_joins_threads_that_were_not_joined(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted(BaseException):
+        """As by Ctrl-C, but the loop goes on."""
+
+    pool = await WorkerPool(device, 3).open()
+    join = ThreadWorker.join
+    joined: list[int] = []
+    interrupts = True
+
+    def interrupted(worker: ThreadWorker, timeout_s: float) -> bool:
+        if not timeout_s:
+            return False  # as if the thread were still exiting
+        if interrupts:
+            raise Interrupted
+        joined.append(worker.number)
+        return join(worker, timeout_s)
+
+    monkeypatch.setattr(ThreadWorker, "join", interrupted)
+    with pytest.raises(Interrupted):
+        await pool.aclose()
+    assert pool.state is ResourceState.OPEN
+    interrupts = False
+    await pool.aclose()
+    assert (sorted(joined), pool.state) == ([0, 1, 2], ResourceState.CLOSED)
+
+
 async def test_the_end_of_a_worker_counts_once(device: Device) -> None:
     """For a process, it may be found by the loop that opened the pool and by a caller on another one."""
     async with WorkerPool(device, 1) as pool:
@@ -361,6 +389,38 @@ async def test_cancelled_opening_leaves_no_workers(device: Device) -> None:
     with pytest.raises(asyncio.CancelledError):
         await opening
     assert (worker_threads(), pool.state) == ([], ResourceState.CLOSED)
+
+
+@pytest.mark.every_way
+async def test_open_raises_that_another_task_closed_the_pool(device: Device) -> None:
+    inside = threading.Event()
+
+    @contextlib.asynccontextmanager
+    async def setup(worker: Worker) -> AsyncIterator[None]:
+        inside.set()
+        await asyncio.sleep(3600)
+        yield
+
+    pool = WorkerPool(device, 2, setup=setup)
+    opening = asyncio.create_task(pool.open())
+    await until(inside.is_set)
+    await pool.stop(0)
+    with pytest.raises(ClosedResourceError, match="was closed while it was being opened"):
+        await opening
+    assert (worker_threads(), pool.state) == ([], ResourceState.CLOSED)
+
+
+async def test_open_raises_that_the_setup_of_a_worker_cancelled_it(device: Device) -> None:
+    @contextlib.asynccontextmanager
+    async def setup(worker: Worker) -> AsyncIterator[None]:
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        future.cancel()
+        await future
+        yield
+
+    with pytest.raises(WorkerDiedError, match="CancelledError"):
+        await WorkerPool(device, 1, setup=setup).open()
+    assert worker_threads() == []
 
 
 @pytest.mark.every_way

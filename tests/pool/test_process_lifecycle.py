@@ -240,6 +240,16 @@ async def test_cancelled_opening_leaves_no_workers(device: Device) -> None:
     assert (pool.state, [alive(each) for each in processes(pool)]) == (ResourceState.CLOSED, [False] * 2)
 
 
+async def test_open_raises_that_another_task_closed_the_pool(device: Device) -> None:
+    pool = WorkerPool(device, 2, processes=True)
+    opening = asyncio.create_task(pool.open())
+    await until(lambda: len(processes(pool)) == 2)
+    await pool.stop(0)
+    with pytest.raises(ClosedResourceError, match="was closed while it was being opened"):
+        await opening
+    assert (pool.state, [alive(each) for each in processes(pool)]) == (ResourceState.CLOSED, [False] * 2)
+
+
 async def test_a_worker_watches_its_pool_after_a_forked_child_has_exited(device: Device) -> None:
     pool = await WorkerPool(device, 1, processes=True, loop="asyncio").open()  # whose epoll set is in /proc
     assert await pool.run(work.watches_its_pool)

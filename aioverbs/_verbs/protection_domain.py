@@ -46,23 +46,6 @@ __all__ = [
 _NO_PARENT_DOMAIN = {errno.EOPNOTSUPP, errno.EINVAL}
 
 
-class _Allocators:
-    """Shared memory allocator of a protection domain, made by its first use and closed together with the domain."""
-
-    def __init__(self) -> None:
-        self.shared: NativeAllocator | None = None
-
-    def destroy(self) -> None:
-        """Stop a `SharedMemoryAllocator`, if one was made, from allocating more, even if the user still refers to it.
-
-        Pieces that are allocated stay valid; the memory is released when the last of them is freed. On an RDMA device,
-        nothing is done, because its allocator does not depend on the domain.
-        """
-        shared, self.shared = self.shared, None
-        if isinstance(shared, SharedMemoryAllocator):
-            shared.close()
-
-
 class InterchangeableDomain(Domain):
     """A protection domain, or a domain "completely interchangeable" with one: a parent or resource domain over it."""
 
@@ -200,7 +183,6 @@ class ProtectionDomain(InterchangeableDomain):
         self._shared = shared
         self._user_pd = lent  # pyverbs PD owned by the user
         self._cache = RegistrationCache(self)
-        self._allocators = _Allocators()
         self._sharing = _Sharing()
 
     def _open(self) -> None:
@@ -212,7 +194,6 @@ class ProtectionDomain(InterchangeableDomain):
             self._handle = handles.ProtectionDomain(self._context)
         self._lifecycle.hold(self._sharing)  # destroyed after the handle: an open domain stays shared if that fails
         self._lifecycle.hold(self._handle)
-        self._lifecycle.hold(self._allocators)
 
     @property
     def base(self) -> "ProtectionDomain":
@@ -233,10 +214,7 @@ class ProtectionDomain(InterchangeableDomain):
         :raises VerbsError: as for `shared_memory`.
         :raises ClosedResourceError: the domain is not open.
         """
-        handle = self.handle
-        if self._allocators.shared is None:
-            self._allocators.shared = _shared_memory(handle)
-        return self._allocators.shared
+        return self._sharing.allocator(self.handle)
 
 
 def _shared_memory(handle: handles.ProtectionDomain) -> NativeAllocator:
@@ -290,14 +268,18 @@ class DomainShare:
 
 
 class _Sharing:
-    """The one share of a protection domain, made by its first use and destroyed after the domain.
+    """The one share of a protection domain and its one allocator of shared memory, each made by its first use and
+    destroyed after the domain.
 
     No verb ends the sharing of a domain that can still be used, so sharing it again returns the same share.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # held while the domain is being shared; several loops may use the domain
+        # Held while either is being made, because several threads may use the domain. It is reentrant, because a signal
+        # handler may do so in the middle of that.
+        self._lock = threading.RLock()
         self._share: DomainShare | None = None
+        self._allocator: NativeAllocator | None = None
 
     def share(self, pd: handles.ProtectionDomain, share_key: int | None) -> DomainShare:
         """Share the protection domain, or return the share that exists: see `share_domain`.
@@ -318,12 +300,31 @@ class _Sharing:
                 )
             return self._share
 
+    def allocator(self, pd: handles.ProtectionDomain) -> NativeAllocator:
+        """Return the allocator that is the value of `InterchangeableDomain.shared_memory`. The first call makes it.
+
+        :param pd: handle of the protection domain. If it was destroyed, no allocator is made for a software device.
+        """
+        with self._lock:
+            if self._allocator is None:
+                allocator = _shared_memory(pd)
+                if self._allocator is None:  # no signal handler has made one meanwhile
+                    self._allocator = allocator
+            return self._allocator
+
     def destroy(self) -> None:
-        """Destroy the share, if there is one. The protection domain has been destroyed; it can be opened again only if
-        its opening, or that of the resource that it is a part of, failed.
+        """Destroy the share, if there is one, and stop a `SharedMemoryAllocator` from allocating more, even if the user
+        still refers to it. The protection domain has been destroyed; it can be opened again only if its opening, or
+        that of the resource that it is a part of, failed.
+
+        Pieces that are allocated stay valid; the memory is released when the last of them is freed. The allocator of an
+        RDMA device goes on, because it does not depend on the domain.
         """
         with self._lock:
             share, self._share = self._share, None
+            allocator, self._allocator = self._allocator, None
+        if isinstance(allocator, SharedMemoryAllocator):
+            allocator.close()
         if share is not None:
             share.destroy()
 

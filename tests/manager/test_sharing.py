@@ -36,7 +36,7 @@ from aioverbs import (
     import_device,
 )
 from aioverbs._core.handles import handles
-from aioverbs._core.software.software import Context as SoftwareContext, ImportedRegion
+from aioverbs._core.software.software import Context as SoftwareContext, ImportedRegion, shared_area
 from aioverbs._lifecycle.turns import OPENING, spend
 from aioverbs._sharing.exchange import ReceivedShare, ReceivedSoftwareShare, answer, receive
 from aioverbs._sharing.messages import Reply, Request, device_of, share_id
@@ -746,6 +746,37 @@ async def test_another_software_device_of_this_process(device: Device, ends: End
         async with instance.register(100) as alone:
             with pytest.raises(VerbsError, match="ibv_import_mr failed: EFAULT"):
                 await pd.import_memory_region(alone.rkey).open()
+
+
+@software
+@pytest.mark.parametrize("closes", [False, True])
+async def test_threads_get_the_same_shared_memory_at_its_first_use(
+    device: Device, monkeypatch: pytest.MonkeyPatch, closes: bool
+) -> None:
+    """The first thread is held while it makes the allocator; the other thread uses the domain, or closes it."""
+    inside = threading.Event()
+    made: list[object] = []
+
+    def held(pd: handles.ProtectionDomain) -> object:
+        made.append(area := shared_area(pd))
+        inside.set()
+        time.sleep(0.2)
+        return area
+
+    pd = await device.protection_domain().open()
+    async with pd.share(KEY):
+        pass
+    monkeypatch.setattr("aioverbs._core.software.software.shared_area", held)
+    first = asyncio.create_task(asyncio.to_thread(lambda: pd.shared_memory))
+    assert await asyncio.to_thread(inside.wait, patience(20))
+    if closes:
+        await pd.aclose()
+    else:
+        assert pd.shared_memory is await first
+        assert len(made) == 1
+        await pd.aclose()
+    with pytest.raises(OSError, match="is closed"):
+        (await first).allocate(100, 1)
 
 
 @software

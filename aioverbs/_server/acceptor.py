@@ -17,6 +17,7 @@ from aioverbs._connection.shared_queues import prepare
 from aioverbs._connection.spare_ends import SpareEnd, spare_end_of
 from aioverbs._exports import publish
 from aioverbs._lifecycle.affinity import Affinity, running_loop, wait_uncancelled
+from aioverbs._lifecycle.lifecycle import ResourceState
 from aioverbs._lifecycle.resource import lifecycle_of, open_part
 from aioverbs._server.accept import AcceptSettings
 from aioverbs._server.pending_peer import AcceptState, PendingPeer
@@ -78,7 +79,7 @@ class Acceptor:
         self._cm_task: asyncio.Task[None] | None = None
         self._room_made = asyncio.Event()  # set when a handshake or a connection ends
         self._expiry: asyncio.TimerHandle | None = None  # while peers wait for room
-        self._stopped = False  # `stop` or `close` was called, perhaps during `open`
+        self._stopped = False  # `stop` or `close` was called, perhaps during `open`, or is about to be
         self._domain: Domain | None = None
         self._on_useless: Callable[[], object] = lambda: None
         self._grace = 0  # intervals until the next handshake may be expired
@@ -329,16 +330,18 @@ class Acceptor:
                 logger.exception("the connection with %s could not be handled", pending.peer)
         finally:
             pending.refuse(reason)
-        if reason and self._is_useless():
+        if reason and not self._stopped and self._is_useless():
+            self._stopped = True  # other peers may end in the same turn of the loop
             logger.warning("no longer listening: the domain was closed, or its device is lost")
             running_loop().call_soon(self._on_useless)
 
     def _is_useless(self) -> bool:
-        """Return whether the domain is closed, or its device is lost."""
-        if self._domain is None:
+        """Return whether the domain is closed or being closed, or its device is lost."""
+        domain = self._domain
+        if domain is None:
             return False
         try:
-            return EventPump.of(self._domain.base.handle.context).is_lost()
+            return domain.state is not ResourceState.OPEN or EventPump.of(domain.base.handle.context).is_lost()
         except ClosedResourceError:
             return True
 
@@ -511,7 +514,7 @@ class Acceptor:
 
     def destroy(self) -> None:
         """Close the sockets if the loop that opened the acceptor is closed; otherwise leave that to the loop, which
-        calls the function that was passed to `when_useless`.
+        calls the function that was passed to `when_useless` unless the domain stays open because closing it fails.
 
         This is called from any thread when the parent domain or pool is closed: its `Lifecycle` calls ``destroy`` on
         each handle that it holds.
@@ -520,7 +523,16 @@ class Acceptor:
             self._abandon()
         elif self._domain is not None and self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
-                self._loop.call_soon_threadsafe(self._on_useless)
+                self._loop.call_soon_threadsafe(self._end_with, self._domain)
+
+    def _end_with(self, domain: Domain) -> None:
+        """Go on if closing the domain has failed, to end when it is closed again; else report that this is useless."""
+        if self._stopped:
+            return
+        try:
+            lifecycle_of(domain).attach(self)
+        except ClosedResourceError:
+            self._on_useless()
 
     def _is_orphaned(self) -> bool:
         """Return whether the loop that opened the acceptor is closed."""

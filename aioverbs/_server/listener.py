@@ -30,8 +30,8 @@ class ConnectionListener(AcceptorResource):
 
     ``async for`` yields a `Connection` for each peer that completes the handshake. The caller closes these connections;
     closing the listener ends the loop and leaves them open. Connections that were not yielded yet are aborted. When the
-    domain is closed, or the next peer arrives after its device was lost, the listener closes itself. The listener
-    belongs to the event loop that opens it.
+    domain has been closed, or the next peer arrives while it is being closed or after its device was lost, the listener
+    closes itself. The listener belongs to the event loop that opens it.
 
     :param host: address or name to listen at; None for all addresses of this machine.
     :param port: port to listen at; 0 for a free port.

@@ -68,8 +68,8 @@ class Server(AcceptorResource):
 
     With a pool, each connection is one call of the pool, from the handshake to the end of the connection, and is
     counted and placed like any other call. When a worker dies, its connections break. When the pool is closed or fails,
-    the server stops. Without a pool, it closes itself when the domain is closed, or when the next peer arrives after
-    its device was lost.
+    the server stops. Without a pool, it closes itself when the domain has been closed, or when the next peer arrives
+    while the domain is being closed or after its device was lost.
 
     The server belongs to the event loop that opens it.
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import gc
 import socket
 import warnings
@@ -16,6 +17,8 @@ from aioverbs import (
     Connection,
     ConnectionListener,
     Device,
+    ResourceState,
+    VerbsError,
     WorkerPool,
     connect,
     listen,
@@ -23,6 +26,7 @@ from aioverbs import (
     serve,
 )
 from aioverbs._server.server import Server
+from tests.capabilities import Capability, needs
 from tests.conftest import LOOP_FACTORIES
 from tests.connections.ends import SMALL
 from tests.connections.serving import echo
@@ -144,6 +148,26 @@ async def test_listeners_end_with_their_domain(device: Device) -> None:
                 await accepting
             await server.wait_closed()
         assert not any(map(accepts, ports))
+
+
+@needs(Capability.FAULT_PLAN)
+async def test_listeners_go_on_if_closing_their_domain_fails(device: Device) -> None:
+    """They end when it is closed again."""
+    domain = await device.protection_domain().open()
+    async with listen(HOST, domain=domain) as listener, serve(echo, HOST, domain=domain) as server:
+        device.faults.fail("dealloc_pd", errno.EIO)
+        with pytest.raises(VerbsError, match="EIO"):
+            await domain.aclose()
+        device.faults.clear()
+        assert domain.state is ResourceState.OPEN
+        await asyncio.sleep(0.01)
+        assert accepts(listener.port)
+        assert accepts(server.port)
+        await domain.aclose()
+        async with asyncio.timeout(patience(10)):
+            with pytest.raises(ClosedResourceError):
+                await listener.accept()
+            await server.wait_closed()
 
 
 # ---- Connections

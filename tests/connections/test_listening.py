@@ -24,6 +24,7 @@ from aioverbs import (
     Device,
     HandshakeError,
     ResourceDomain,
+    ResourceState,
     connect,
     listen,
     open_device,
@@ -35,7 +36,9 @@ from aioverbs._connection.connect import Transport
 from aioverbs._connection.handshake import Handshake, Hello, MessageType, Offer, Reason, Reject, body_size, parse
 from aioverbs._connection.shared_queues import lease_block
 from aioverbs._connection.tcp_control import TcpControlChannel
+from aioverbs._lifecycle.resource import lifecycle_of, open_part
 from aioverbs._memory.buffer_pool import LeasedBuffer
+from aioverbs._server.server import Server
 from aioverbs._verbs.base_domain import Domain
 from tests.capabilities import Capability, needs
 from tests.connections.certificates import contexts
@@ -396,15 +399,54 @@ async def test_listeners_end_when_the_device_is_lost(device: Device, caplog: pyt
     ):
         device.faults.lose_device()
         for port in (listener.port, server.port):
-            with pytest.raises((BrokenResourceError, HandshakeError)):
-                await connect(HOST, port, domain=domain)
-        async with asyncio.timeout(patience(10)):
-            with pytest.raises(ClosedResourceError):
-                await listener.accept()
-            await server.wait_closed()
+            attempts = (connect(HOST, port, domain=domain).__aenter__() for _ in range(8))
+            results = await asyncio.gather(*attempts, return_exceptions=True)
+            assert all(isinstance(each, BrokenResourceError | HandshakeError | OSError) for each in results), results
+        await check_ended(listener, server, caplog)
+
+
+async def check_ended(listener: ConnectionListener, server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    """Check that a listener and a server end by themselves, which each of them logs once."""
+    async with asyncio.timeout(patience(10)):
+        with pytest.raises(ClosedResourceError):
+            await listener.accept()
+        await server.wait_closed()
+    assert not any(each.exc_info for each in caplog.records)
     assert [each.message for each in caplog.records].count(
         "no longer listening: the domain was closed, or its device is lost"
     ) == 2
+
+
+async def test_listeners_end_while_their_domain_is_being_closed(
+    device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the next peer."""
+    domain = await device.resource_domain().open()
+    queue = lifecycle_of(await open_part(domain.completion_queue(8)))
+    drain, go_on = queue.drain, asyncio.Event()
+    assert drain is not None
+
+    async def drain_later() -> None:
+        await go_on.wait()
+        await drain()
+
+    queue.drain = drain_later
+    async with (
+        device.resource_domain() as other,
+        listen(HOST, domain=domain) as listener,
+        serve(echo, HOST, domain=domain) as server,
+    ):
+        closing = asyncio.create_task(domain.aclose())
+        await until(lambda: queue.state is ResourceState.CLOSING)
+        try:
+            for port in (listener.port, server.port):
+                with pytest.raises((BrokenResourceError, HandshakeError)):
+                    await connect(HOST, port, domain=other)
+            await check_ended(listener, server, caplog)
+            assert domain.state is ResourceState.CLOSING
+        finally:
+            go_on.set()
+        await closing
 
 
 async def test_max_connections_is_enforced(device: Device) -> None:

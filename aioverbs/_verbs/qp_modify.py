@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Unpack
 
 from aioverbs._core.handles import handles
@@ -58,6 +58,12 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
 
     def _on_transition(self, state: QpState) -> None:
         """Update the work requests after a transition of the queue pair to `state`. Subclasses override this."""
+
+    def _shared_receive_poll(self) -> Callable[[], None] | None:
+        """Return the function that polls the completion queue in which receives of a shared receive queue complete;
+        None if the queue pair does not use one. Subclasses override this.
+        """
+        return None
 
     def _breaking_error(self) -> BaseException | None:
         """Return the error that has broken the queue pair since its last reset; None if there is none.
@@ -364,20 +370,28 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
     def to_reset(self) -> None:
         """Move the queue pair to RESET, from which it can be connected again: ``ibv_modify_qp``.
 
-        The next connection starts with a new random sequence number (PSN), which `local_endpoint` contains.
+        The next connection starts with a new random sequence number (PSN), which `local_endpoint` contains. A queue
+        pair with a shared receive queue is moved to ERR first, and its completion queue is polled: messages that have
+        arrived end the receives that they took, whose completions a reset would discard.
 
         :raises BusyResourceError: work requests are in flight, which would never complete, or a helper thread is
             changing the state, as in `establish`; nothing was done.
         :raises ClosedResourceError: the queue pair is not open.
         :raises AffinityError: another event loop owns the queue pair; nothing was done.
-        :raises ConcurrentAccessError: another thread is inside a verb on the same unlocked domain; nothing was done.
-        :raises VerbsError: the verb failed; nothing was changed.
+        :raises ConcurrentAccessError: another thread is inside a verb on the same unlocked domain; nothing was done, or
+            a queue pair with a shared receive queue is in ERR.
+        :raises VerbsError: the verb failed; nothing was changed, or a queue pair with a shared receive queue is in ERR.
         """
         found = self.query().qp_state
         if count := self._in_flight():
             raise BusyResourceError(
                 f"{self!r} has {count} work requests in flight, which would never complete: call to_error() and wait"
             )
+        if (poll := self._shared_receive_poll()) is not None:
+            if found not in (QpState.RESET, QpState.ERR):
+                self._transition_to(found, (QpState.ERR,), QpAttrs())
+                found = QpState.ERR
+            poll()
         self._transition_to(found, (QpState.RESET,), QpAttrs())
         self._remote = None
         self._psn = random.getrandbits(24)  # late packets of the old connection are then out of sequence

@@ -357,6 +357,9 @@ class QueuePair(Connectable, QueuePairVerbs):
     def _in_flight(self) -> int:
         return self._work.in_flight if self._work is not None else 0
 
+    def _shared_receive_poll(self) -> Callable[[], None] | None:
+        return self._recv_cq._cq_dispatcher.drain if self._srq is not None and self._recv_cq is not None else None
+
     def _breaking_error(self) -> BaseException | None:
         return self._work.broken if self._work is not None else None
 

@@ -13,6 +13,7 @@ from aioverbs import (
     CompletionQueue,
     Device,
     MessageModel,
+    QpState,
     QueuePair,
     ResourceState,
     SharedReceiveQueue,
@@ -27,7 +28,7 @@ from tests.data_path.ends import PEERS, Ends, ends
 from tests.data_path.turns import polled_turns
 from tests.pace import patience
 from tests.statuses import accepted_statuses
-from tests.waiting import until
+from tests.waiting import until, wait_until
 
 queue_counts = pytest.mark.parametrize("queues", [1, 3])
 
@@ -90,6 +91,27 @@ async def test_queue_pairs_join_and_leave_a_shared_receive_queue(device: Device,
         assert caught.value.status is WcStatus.WR_FLUSH_ERR
         with pytest.raises(ClosedResourceError):
             _ = srq.receive(pair.target[:8])
+
+
+async def test_a_reset_loses_no_message_that_took_a_shared_receive(device: Device) -> None:
+    async with (
+        shared_receivers(device, 1) as (pair, srq, qps, _),
+        pair.domain.completion_queue(64) as cq,
+        pair.domain.queue_pair(cq) as sender,
+    ):
+        qps[0].to_reset()
+        sender.connect(qps[0].local_endpoint(), PEERS)
+        qps[0].connect(sender.local_endpoint(), PEERS)
+        receives = [srq.receive(pair.target[n : n + 1]) for n in range(2)]
+        pair.source.buffer[0] = 7
+        wait_until(sender.send(pair.source[:1]).done)  # polls the sender's completion queue alone
+        qps[0].to_reset()
+        received = await asyncio.wait_for(receives[0], patience(10))
+        assert (received.qp_num, received.data[0]) == (qps[0].qp_num, 7)
+        assert (srq.statistics().in_flight, len(pair.target.pins), qps[0].qp_state) == (1, 1, QpState.RESET)
+        qps[0].to_reset()
+        await qps[1].send(pair.source[:1])  # others go on
+        assert (await receives[1]).qp_num == qps[1].qp_num
 
 
 @queue_counts

@@ -253,6 +253,25 @@ class _FreeList:
             )
 
 
+class _Offer:
+    """Leased buffer on its way to the loop of a waiting task. If that loop is closed before the buffer arrives, the
+    buffer is released when this is garbage-collected, without a warning, because no user has it.
+    """
+
+    def __init__(self, buffer: "LeasedBuffer") -> None:
+        self._buffer: LeasedBuffer | None = buffer
+
+    def take(self) -> "LeasedBuffer":
+        """Return the buffer, which the caller must release. Call once."""
+        buffer, self._buffer = self._buffer, None
+        assert buffer is not None
+        return buffer
+
+    def __del__(self) -> None:
+        if self._buffer is not None:
+            self._buffer.release()
+
+
 class _Waiter:
     """Running task, which waits for a buffer. Methods are called on the loop of the task, unless they say otherwise.
 
@@ -280,14 +299,14 @@ class _Waiter:
             self.future.set_result(buffer)
             return True
         try:
-            # If the loop is closed before the callback runs, the buffer is garbage-collected, which releases it.
-            self._loop.call_soon_threadsafe(self._accept, buffer)
+            self._loop.call_soon_threadsafe(self._accept, _Offer(buffer))
         except RuntimeError:  # the loop is closed already, so no task waits
             return False
         return True
 
-    def _accept(self, buffer: "LeasedBuffer") -> None:
+    def _accept(self, offer: _Offer) -> None:
         """Pass a buffer to the task, or release the buffer if the task is no longer waiting."""
+        buffer = offer.take()
         if self.is_withdrawn or self.future.done():  # the waiter was withdrawn meanwhile
             buffer.release()
         else:

@@ -104,7 +104,8 @@ class WorkerPool(Resource):
         the pool is closed while a worker enters it, that is cancelled, or the worker's process is killed.
     :param placement: policy that chooses a worker for calls that name neither a worker nor a key; None for
         `RoundRobin`.
-    :param on_worker_death: ``"replace"``: a worker that dies is replaced with a new one that has the same number.
+    :param on_worker_death: ``"replace"``: a worker that dies is replaced with a new one that has the same number; if it
+        died within a second, after a pause of 0.1 s, which grows up to 10 s if its replacements die as soon.
         ``"fail"``: the pool is broken after the first death, and takes no more calls. In both cases the calls that the
         worker had raise `WorkerDiedError`, and the logger ``aioverbs.pool`` logs an error.
     :param drain_s: seconds that `aclose` waits for calls before it cancels them; None if there is no limit.

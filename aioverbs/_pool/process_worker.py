@@ -230,7 +230,7 @@ class ProcessWorker(WorkerHandle):
         self.supervisor.on_worker_end(self, reason, self._cause)
 
     async def _run_process(self) -> str:
-        """Spawn the process, communicate with it until it exits, and release everything.
+        """After a pause of `pause_s`, spawn the process, communicate with it until it exits, and release everything.
 
         The process is killed if it is not ready within 60 s, or has not exited 10 s after the link was disconnected.
 
@@ -238,6 +238,7 @@ class ProcessWorker(WorkerHandle):
         :raises OSError: the process could not be started, for example because no file descriptor is left (EMFILE).
         :raises Exception: whatever pickling the settings of the worker raised.
         """
+        await asyncio.sleep(self.pause_s)
         with contextlib.ExitStack() as stack, contextlib.ExitStack() as until_connected:
             with contextlib.ExitStack() as until_spawned:
                 ours, theirs = _socket_pair(until_connected, until_spawned)

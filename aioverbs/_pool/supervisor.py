@@ -8,6 +8,7 @@ import enum
 import functools
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,9 @@ logger = logging.getLogger("aioverbs.pool")
 # Number of times that the replacement of a worker is itself replaced if it dies before it is ready. It may have been
 # killed, in which case a further attempt helps; or it can never start, and the attempts must end.
 _MAX_REPLACEMENTS = 2
+_YOUNG_S = 1.0  # a worker that dies earlier than this after it was ready is replaced after a pause
+_MIN_PAUSE_S = 0.1  # doubled with each worker in succession that dies so early
+_MAX_PAUSE_S = 10.0
 _JOIN_S = 1.0  # long enough: a thread that reported its end has a few instructions left
 
 
@@ -171,7 +175,9 @@ class WorkerHandle:
         self.backlog: list[tuple[PendingCall, contextvars.Context]] = []  # calls that wait until it is ready
         self.is_ready = False
         self.has_ended = False
+        self.ready_at = 0.0  # monotonic time at which it was ready, in seconds
         self.replacements_left = 0  # number of replacements if it dies before it is ready; 0 for the first workers
+        self.pause_s = 0.0  # seconds to wait before it starts, because the worker that it replaces died early
         self.native = False
         self.shares_pd = True
         self.process_id: int | None = None
@@ -182,7 +188,7 @@ class WorkerHandle:
         return f"<worker {self.number} of {self.supervisor.name}>"
 
     def start(self) -> None:
-        """Start the worker. Call without the lock.
+        """Start the worker after a pause of `pause_s`, without waiting for that. Call without the lock.
 
         The worker calls `on_ready` when it is ready, and in any case `Supervisor.on_worker_end` when it has ended.
 
@@ -252,6 +258,7 @@ class WorkerHandle:
             # Set before the backlog is taken: a signal handler that sends a call here must not add it to the backlog,
             # which is never read again.
             self.is_ready = True
+            self.ready_at = time.monotonic()
             backlog, self.backlog = self.backlog, []
             for call, context in backlog:
                 context.run(call.post)
@@ -536,6 +543,8 @@ class Supervisor:
         """
         successor = self._handles[handle.number] = self._spawn_worker(self, handle.number, handle.counts)
         successor.replacements_left = _MAX_REPLACEMENTS if handle.is_ready else handle.replacements_left - 1
+        if not handle.is_ready or time.monotonic() < handle.ready_at + _YOUNG_S:
+            successor.pause_s = min(max(2 * handle.pause_s, _MIN_PAUSE_S), _MAX_PAUSE_S)
         for call, context in handle.backlog:
             call.handle = successor
             handle.calls.discard(call)

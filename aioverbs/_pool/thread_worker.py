@@ -135,7 +135,8 @@ class ThreadWorker(WorkerHandle):
         self.supervisor.on_worker_end(self, reason, cause)
 
     async def _main(self) -> None:
-        """Open the worker's domain and enter its setup, take calls until `stop` is called, then close everything.
+        """After a pause of `pause_s`, open the worker's domain and enter its setup, take calls until `stop` is called,
+        then close everything.
 
         If `stop` was called before, return at once.
 
@@ -145,6 +146,7 @@ class ThreadWorker(WorkerHandle):
         self.loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         if self._is_stopping:
             return
+        await asyncio.sleep(self.pause_s)
         async with worker_context(self.number, self._device, self._pd, self._settings, self.supervisor) as worker:
             self.native = worker.domain.native
             self.on_ready()
@@ -161,8 +163,8 @@ class ThreadWorker(WorkerHandle):
     def stop(self) -> None:
         """Tell the worker's loop to end, without waiting until it has ended. This can be called from any thread.
 
-        A worker whose loop has not started ends as soon as the loop starts. A worker that is entering its setup is
-        cancelled, once, because its setup may wait for ever.
+        A worker whose loop has not started ends as soon as the loop starts. A worker that pauses or is entering its
+        setup is cancelled, once, because its setup may wait for ever.
         """
         self._is_stopping = True
         if self._stop is not None:

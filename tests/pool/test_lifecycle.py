@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 import threading
+import time
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -581,6 +582,20 @@ async def test_a_dead_worker_is_reported_and_replaced(
 
 
 @pytest.mark.every_way
+async def test_a_worker_that_dies_early_is_replaced_after_a_pause(device: Device) -> None:
+    @contextlib.asynccontextmanager
+    async def setup(worker: Worker) -> AsyncIterator[None]:
+        asyncio.get_running_loop().call_later(0.001, sys.exit, 3)
+        yield
+
+    begin = time.monotonic()
+    pool = await WorkerPool(device, 1, setup=setup).open()
+    await until(lambda: pool.statistics().deaths == 3)
+    assert time.monotonic() - begin > 0.1 + 0.2
+    await pool.stop(0)  # during the next pause
+    assert (worker_threads(), pool.statistics().deaths) == ([], 3)
+
+
 async def test_calls_wait_for_the_replacement_of_a_dead_worker(device: Device) -> None:
     gate = threading.Event()
     gate.set()

@@ -222,7 +222,7 @@ class _Closing:
     def stop_work(self) -> None:
         """Close the coroutine of an attempt whose loop has ended.
 
-        The coroutine is not executing, because its loop is not running.
+        The coroutine is not executing, because its loop is not running, unless `reap` in another thread is closing it.
         """
         if self.background is not None:
             _background_tasks.discard(self.background)
@@ -230,7 +230,7 @@ class _Closing:
             # The future that the coroutine awaits may hold the only reference to the task. Keep the task until the
             # coroutine is closed: its finalizer would otherwise run in the middle of close().
             task = self._task() if self._task is not None else None
-            with contextlib.suppress(RuntimeError):  # a cancel scope may be left by its own task only
+            with contextlib.suppress(RuntimeError, ValueError):  # a cancel scope may be left by its own task only
                 self.work.close()
             del task
 
@@ -949,7 +949,8 @@ def reap() -> None:
             _forgotten[lifecycle] = _close_forgotten(lifecycle)
             if task is not None and task.get_loop().is_closed() and (coroutine := task.get_coro()) is not None:
                 _background_tasks.discard(task)
-                with contextlib.suppress(RuntimeError):  # a cancel scope may be left by its own task only
+                # A cancel scope may be left by its own task only. Another thread may be closing the coroutine.
+                with contextlib.suppress(RuntimeError, ValueError):
                     coroutine.close()
 
 

@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 
-from aioverbs import Device, ResourceDomain, open_device
+from aioverbs import Device, ResourceDomain, ResourceState, open_device
 from aioverbs._core.handles import handles
 from aioverbs._lifecycle import lifecycle
 from aioverbs._lifecycle.affinity import run_on_owner
 from aioverbs._lifecycle.lifecycle import Lifecycle
+from aioverbs._lifecycle.resource import lifecycle_of
 from tests.conftest import LOOP_FACTORIES
 from tests.manager.test_domains import OwnerThread
+from tests.pace import patience
 from tests.waiting import until
 
 
@@ -100,6 +102,46 @@ def test_a_loop_may_end_while_it_closes_a_collected_device(waits: bool) -> None:
     if waits:
         pins.discard()
     check_closed_by_the_next_opener(asyncio.SelectorEventLoop, *left)
+
+
+@pytest.mark.parametrize("by", ["reap", "stop_work"])
+async def test_a_coroutine_of_a_closed_loop_may_be_closed_by_two_threads(
+    by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closing, go_on = threading.Event(), threading.Event()
+
+    async def close() -> None:
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            closing.set()
+            go_on.wait(patience(10))
+
+    def begin() -> asyncio.Task[None]:
+        loop = asyncio.new_event_loop()
+        task = loop.create_task(close())
+        loop.run_until_complete(asyncio.sleep(0))
+        loop.close()
+        return task
+
+    task = await asyncio.to_thread(begin)
+    coroutine: Any = task.get_coro()
+    other = asyncio.create_task(asyncio.to_thread(coroutine.close))
+    await until(closing.is_set)
+    try:
+        if by == "reap":
+            async with open_device("soft0") as device:
+                monkeypatch.setitem(lifecycle._forgotten, lifecycle_of(device), task)
+                lifecycle.reap()
+                await until(lambda: device.closed)
+        else:
+            attempt = lifecycle._Closing(ResourceState.OPEN)
+            attempt.work = coroutine
+            attempt.stop_work()
+    finally:
+        go_on.set()
+        await other
+        task._log_destroy_pending = False  # type: ignore[attr-defined]
 
 
 async def test_a_collected_device_closes_after_domains_of_other_loops() -> None:

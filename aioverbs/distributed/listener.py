@@ -17,6 +17,7 @@ from aioverbs.distributed.comm import PREFIX, AioverbsComm
 from aioverbs.distributed.configuration import connection_settings, transport
 from aioverbs.distributed.domains import get_domain
 from aioverbs.distributed.encryption import check_encryption
+from aioverbs.errors import VerbsError
 
 __all__ = ["AioverbsListener"]
 
@@ -105,15 +106,18 @@ class AioverbsListener(BaseListener):
 
     async def _replace(self, listener: ConnectionListener) -> ConnectionListener:
         """Listen again at the same port, on another domain, because a listener has ended with its domain or device. Try
-        again until that is possible.
+        again until that is possible, and log each reason why it is not once.
 
         :returns: the new listener; the same one if this was stopped.
         """
+        reasons: set[str] = set()
         while self._listener is listener:
             try:
                 replacement = await self._listen()
             except Exception as error:
-                logger.warning("cannot listen again at %s: %s", self.listen_address, error)
+                if (reason := str(error)) not in reasons:
+                    reasons.add(reason)
+                    logger.warning("cannot listen again at %s: %s", self.listen_address, reason)
                 await asyncio.sleep(_RETRY_S)
                 continue
             if self._listener is listener:
@@ -130,7 +134,10 @@ class AioverbsListener(BaseListener):
         remote = connection.remote_address if connection.broken is None else None
         local = connection.local_address if connection.broken is None else None
         if remote is None or local is None:  # the peer has gone
-            connection.abort()
+            try:
+                connection.abort()
+            except VerbsError as error:  # its domain tries again
+                logger.warning("a connection whose peer has gone could not be closed: %s", error)
             return
         comm = AioverbsComm(
             connection,

@@ -1,6 +1,7 @@
 """Comms, listeners and connectors of the backend."""
 
 import asyncio
+import errno
 import gc
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -27,6 +28,7 @@ import aioverbs
 from aioverbs.distributed import AioverbsBackend, AioverbsComm
 from aioverbs.distributed.domains import get_domain
 from aioverbs.distributed.framing import encode
+from aioverbs.distributed.listener import AioverbsListener
 from tests.core.children import in_child
 from tests.pace import patience
 from tests.waiting import until
@@ -373,6 +375,41 @@ async def test_a_listener_outlives_its_device(is_known: bool) -> None:
         await a.close()
     assert listener.contact_address == address
     listener.stop()
+
+
+async def test_a_listener_logs_once_why_it_cannot_listen_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Refusing(AioverbsListener):
+        attempts = 0
+
+        async def _listen(self) -> aioverbs.ConnectionListener:
+            self.attempts += 1
+            if 2 <= self.attempts <= 4:
+                raise OSError(errno.EADDRINUSE, "address in use")
+            return await super()._listen()
+
+    monkeypatch.setattr("aioverbs.distributed.listener._RETRY_S", 0.001)
+    listener = Refusing("127.0.0.1", lambda comm: comm.close())
+    await listener.start()
+    assert listener._listener is not None
+    listener._listener.close()  # as when its device is lost
+    await until(lambda: listener.attempts == 5)
+    listener.stop()
+    assert [each.message for each in caplog.records if "address in use" in each.message] == [
+        f"cannot listen again at {listener.listen_address}: [Errno 98] address in use"
+    ]
+
+
+async def test_a_listener_goes_on_if_a_lost_connection_cannot_be_closed(caplog: pytest.LogCaptureFixture) -> None:
+    class Lost:
+        broken = aioverbs.BrokenResourceError("the peer has gone")
+
+        def abort(self) -> None:
+            raise aioverbs.VerbsError("ibv_destroy_qp", errno.EIO)
+
+    AioverbsListener("127.0.0.1", lambda comm: comm.close())._begin(Lost())  # type: ignore[arg-type]
+    assert "a connection whose peer has gone could not be closed: ibv_destroy_qp failed: EIO" in caplog.text
 
 
 def test_a_forked_child_has_a_device_of_its_own() -> None:

@@ -98,6 +98,7 @@ class ProcessBackend(ThreadBackend):
 
         :raises VerbsError: sharing the domain failed with an ``errno`` other than EOPNOTSUPP: with EEXIST if the domain
             is an instance of a domain that was shared elsewhere. The domain stays open.
+        :raises OSError: on an RDMA device: with EMFILE if no file descriptor is left. The domain stays open.
         :raises RuntimeError: no asyncio event loop is running. In this case nothing is done.
         """
         self._owner = Affinity.of_running_loop()

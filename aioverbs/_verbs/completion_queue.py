@@ -197,6 +197,9 @@ class _ChannelWatcher:
         If another thread is inside the domain in each of 1,000 attempts, the events stay unacknowledged. A cancellation
         is raised only after all of this.
 
+        Nothing undoes this. If closing the queue fails afterwards, or the caller's loop ends during this call, the
+        queue is open but not watched: it refuses requests as if it had failed, and can only be closed.
+
         :raises BusyResourceError: the loop that watches the channel's descriptor does not respond within 10 s.
         :raises RuntimeError: no asyncio event loop is running.
         """

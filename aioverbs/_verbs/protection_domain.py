@@ -352,9 +352,10 @@ class SharedProtectionDomain(Resource):
     Made by `ProtectionDomain.share`.
 
     No verb ends the sharing, so closing this object ends only `send`: instances can still be opened with the id and
-    the key, until the last instance in any process is closed. The domain is destroyed together with that. If the domain
-    is shared again with the same key, it has the same id; another key is refused. A pool of worker processes shares its
-    domain as well, with a random key if the domain is not shared before.
+    the key, until the last instance in any process is closed; on an RDMA device, the context that shared the domain can
+    do so until it closes the domain. The domain is destroyed together with the last instance. If the domain is shared
+    again with the same key, it has the same id; another key is refused. A pool of worker processes shares its domain as
+    well, with a random key if the domain is not shared before.
 
     Other processes receive the domain through `send`. On an RDMA device they import the context (``ibv_import_device``)
     and the domain (``ibv_import_pd``). On the software device they map the file that holds the domain; in this process,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Unpack
 
 from aioverbs._core.handles import handles
+from aioverbs._lifecycle import forks
 from aioverbs._lifecycle.affinity import running_loop
 from aioverbs._lifecycle.lifecycle import OPEN
 from aioverbs._lifecycle.resource import Resource
@@ -557,16 +558,17 @@ class Connectable(AsyncEventSource[handles.QueuePair]):
         :raises BrokenResourceError: the completion queue or a receive failed before the verb had ended.
         """
         self._max_dest_rd_atomic = changes.get("max_dest_rd_atomic", self._max_dest_rd_atomic)
-        before = self._breaking_error()
+        before, forks_before = self._breaking_error(), forks.count
         change = self.handle.begin_modify(wanted, **changes)
         try:
             await neighbour_lookup.run_in_helper_thread("ibv_modify_qp", change.run)
         except GeneratorExit:  # the loop was closed in between: closing the queue pair ends the change
             raise
         except BaseException:  # a cancellation, or no thread could be started
-            with contextlib.suppress(VerbsError):
-                if change.end():
-                    self._transition_done(wanted, changes, remote)
+            if forks.count == forks_before:  # in a forked child, the verb does not end
+                with contextlib.suppress(VerbsError):
+                    if change.end():
+                        self._transition_done(wanted, changes, remote)
             raise
         change.end()
         self._transition_done(wanted, changes, remote)

@@ -282,7 +282,7 @@ def test_collection_while_a_loop_forks(before: bool) -> None:
 
 
 def test_a_child_does_not_wait_for_a_verb_in_a_thread_of_the_parent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The child's copy of a task that closes a queue pair ends when it is cancelled, as at the end of the child."""
+    """The child's copies of the tasks that wait for it end when they are cancelled, as at the end of the child."""
     with asyncio.Runner() as runner:
 
         async def begin() -> tuple[Device, SlowVerb, list[asyncio.Task[None]]]:
@@ -296,10 +296,11 @@ def test_a_child_does_not_wait_for_a_verb_in_a_thread_of_the_parent(monkeypatch:
             await until(lambda: qp.state is ResourceState.CLOSING)
             return device, slow, [establishing, closing]
 
-        async def end() -> bool:
-            tasks[1].cancel()
-            await asyncio.wait([tasks[1]])
-            return tasks[1].cancelled()
+        async def end() -> list[bool]:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            return [task.cancelled() for task in tasks]
 
         async def close() -> None:
             slow.release()
@@ -309,7 +310,7 @@ def test_a_child_does_not_wait_for_a_verb_in_a_thread_of_the_parent(monkeypatch:
                 await device.aclose()
 
         device, slow, tasks = runner.run(begin())
-        assert in_child(lambda: runner.run(end()), LIMIT_S)
+        assert in_child(lambda: runner.run(end()), LIMIT_S) == [True, True]
         runner.run(close())
 
 

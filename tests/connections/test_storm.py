@@ -218,7 +218,8 @@ async def test_storm_of_grants(
         assert far is not None
         await until(lambda: not near._local_grants and not far._remote_grants and not far._unread)
         assert storm.futures == {}
-        assert device.statistics().objects == before, "keys are left"
+        # No key is left. A window whose bind was in flight when its task was cancelled is closed afterwards.
+        await until(lambda: device.statistics().objects == before)
         assert not any(len(each.pins) for both in memory for each in both)
         await works(ends.near, ends.far)
         weather.check("grant", "receive_grant", "revoke")

@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include "soft/fabric/directory.h"
+#include "soft/fabric/stream.h"
 #include "soft/base/settings.h"
 
 /* ---- Nodes ----------------------------------------------------------------------------------------------- */
@@ -286,6 +287,32 @@ bool sender_finish(struct sender *sender)
 }
 
 /* ---- A peer that is none --------------------------------------------------------------------------------- */
+
+static void *keep(void *argument)
+{
+    struct keeper *keeper = argument;
+
+    soft_mutex_take(&keeper->fabric->progress);
+    atomic_store(&keeper->kept, true);
+    EVENTUALLY(atomic_load(&keeper->over));
+    soft_mutex_give(&keeper->fabric->progress);
+    return NULL;
+}
+
+void keep_from_reading(struct soft_fabric *fabric, struct keeper *keeper)
+{
+    keeper->fabric = fabric;
+    atomic_init(&keeper->kept, false);
+    atomic_init(&keeper->over, false);
+    REQUIRE_EQ(pthread_create(&keeper->thread, NULL, keep, keeper), 0);
+    EVENTUALLY(atomic_load(&keeper->kept));
+}
+
+void let_read(struct keeper *keeper)
+{
+    atomic_store(&keeper->over, true);
+    pthread_join(keeper->thread, NULL);
+}
 
 unsigned int open_descriptors(void)
 {

@@ -97,6 +97,16 @@ bool raw_is_closed(int fd); /* wait for that within the deadline */
 /* Connect and complete the handshake, without a secret. Return the socket. */
 int raw_open(const struct node *to);
 
+/* Thread that holds the progress lock of a fabric, so that no other thread reads there. */
+struct keeper {
+    pthread_t thread;
+    struct soft_fabric *fabric;
+    atomic_bool kept, over;
+};
+
+void keep_from_reading(struct soft_fabric *fabric, struct keeper *keeper);
+void let_read(struct keeper *keeper);
+
 unsigned int open_descriptors(void); /* return the number of descriptors of this process, plus a constant */
 
 #endif

@@ -490,35 +490,20 @@ static void the_thread_reads_after_polling_stops(void)
     close_both();
 }
 
-static atomic_bool kept, over;
-
-static void *keep_from_reading(void *argument)
-{
-    (void)argument;
-    soft_mutex_take(&a->device.fabric->progress);
-    atomic_store(&kept, true);
-    EVENTUALLY(atomic_load(&over));
-    soft_mutex_give(&a->device.fabric->progress);
-    return NULL;
-}
-
 /* A thread that sleeps on the wakeup channel is not woken while it cannot read, since another thread does: it would
  * spin. */
 static void a_thread_that_cannot_read(void)
 {
     struct soft_channel channel = {0};
     struct sender sender;
-    pthread_t thread;
+    struct keeper keeper;
 
     open_both();
     channel.channel.fd = epoll_create1(EPOLL_CLOEXEC);
     sender_open(&sender, a, &b->device.gids[0], 5);
     sender_want(&sender, IBV_WR_RDMA_WRITE, 1, 8);
     EVENTUALLY(a->responses == 1);
-    atomic_store(&kept, false);
-    atomic_store(&over, false);
-    REQUIRE_EQ(pthread_create(&thread, NULL, keep_from_reading, NULL), 0);
-    EVENTUALLY(atomic_load(&kept));
+    keep_from_reading(a->device.fabric, &keeper);
     soft_fabric_stop_polling(&a->device, &channel);
     CHECK(soft_fabric_is_wakeup_channel(&a->device, &channel));
     CHECK(!is_readable(channel.channel.fd));
@@ -526,8 +511,7 @@ static void a_thread_that_cannot_read(void)
     soft_fabric_drop_wakeup_channel(&a->device, &channel);
     sender_want(&sender, IBV_WR_RDMA_WRITE, 1, 8);
     CHECK(!is_readable(channel.channel.fd));
-    atomic_store(&over, true);
-    pthread_join(thread, NULL);
+    let_read(&keeper);
     EVENTUALLY(a->responses == 2);
     close(channel.channel.fd);
     sender_close(&sender);

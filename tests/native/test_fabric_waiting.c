@@ -364,22 +364,6 @@ static void sent_while_an_attempt_to_connect_fails(void)
     close_scene(&scene);
 }
 
-struct reading {
-    struct soft_fabric *fabric;
-    atomic_bool kept, over;
-};
-
-static void *keep_from_reading(void *context)
-{
-    struct reading *reading = context;
-
-    soft_mutex_take(&reading->fabric->progress);
-    atomic_store(&reading->kept, true);
-    EVENTUALLY(atomic_load(&reading->over));
-    soft_mutex_give(&reading->fabric->progress);
-    return NULL;
-}
-
 /* Make the queue pair look as if it had sent nothing since it asked for the current connection. */
 static void forget_sending(struct scene *scene, struct soft_link *link)
 {
@@ -393,9 +377,8 @@ static void forget_sending(struct scene *scene, struct soft_link *link)
 static void sent_into_a_connection_that_breaks(void)
 {
     struct scene scene = {0}, other = {0};
-    struct reading reading = {0};
+    struct keeper keeper;
     struct soft_link *link;
-    pthread_t thread;
 
     by_socket = true;
     open_scene(&scene, IBV_QPT_RC);
@@ -408,9 +391,8 @@ static void sent_into_a_connection_that_breaks(void)
     CHECK_EQ(post_nothing(scene.end.qp, 1), 0);
     EXPECT(scene.end.send_cq, 1, IBV_WC_SUCCESS);
     link = qp_of(&scene)->link;
-    reading.fabric = link->stream.fabric;
-    REQUIRE_EQ(pthread_create(&thread, NULL, keep_from_reading, &reading), 0);
-    EVENTUALLY(atomic_load(&reading.kept)); /* otherwise the thread that reads finds the end of the connection */
+    keep_from_reading(link->stream.fabric,
+                      &keeper); /* otherwise the thread that reads finds the end of the connection */
     forget_sending(&scene, link);
     shutdown(link->stream.watch.fd, SHUT_WR);
     CHECK_EQ(post_nothing(scene.end.qp, 2), 0);
@@ -418,8 +400,7 @@ static void sent_into_a_connection_that_breaks(void)
     CHECK_EQ(post_nothing(other.end.qp, 3), 0);
     EVENTUALLY(waits_for(&other) == link);
     forget_sending(&other, link);
-    atomic_store(&reading.over, true);
-    pthread_join(thread, NULL);
+    let_read(&keeper);
     EXPECT(scene.end.send_cq, 2, IBV_WC_SUCCESS);
     EXPECT(other.end.send_cq, 3, IBV_WC_SUCCESS);
     end_close(&other.end);

@@ -243,34 +243,18 @@ static void the_fabric_thread(void)
     finish(true);
 }
 
-static atomic_bool kept, over;
-
-/* Keep a from reading. */
-static void *keep_from_reading(void *argument)
-{
-    (void)argument;
-    soft_mutex_take(&a->device.fabric->progress);
-    atomic_store(&kept, true);
-    EVENTUALLY(atomic_load(&over));
-    soft_mutex_give(&a->device.fabric->progress);
-    return NULL;
-}
-
 /* A message that rings pays for no answer after it: the peer may have looked before. */
 static void an_answer_behind_the_reply(void)
 {
     unsigned int answers, messages;
-    pthread_t thread;
+    struct keeper keeper;
 
     open_nodes();
     begin(true);
     REQUIRE(grace_ready());
     answers = served->doorbells;
     messages = link_of_b->doorbells;
-    atomic_store(&kept, false);
-    atomic_store(&over, false);
-    REQUIRE_EQ(pthread_create(&thread, NULL, keep_from_reading, NULL), 0);
-    EVENTUALLY(atomic_load(&kept));
+    keep_from_reading(a->device.fabric, &keeper);
     read_message();
     sender_want(&from_b, IBV_WR_SEND, 1, 64);
     sender_want(&from_a, IBV_WR_SEND, 1, 64);
@@ -282,8 +266,7 @@ static void an_answer_behind_the_reply(void)
     soft_fabric_poll(&b->device, true);
     CHECK_EQ(link_of_b->doorbells, messages + 1);
     CHECK_EQ(served->doorbells, answers + 1);
-    atomic_store(&over, true);
-    pthread_join(thread, NULL);
+    let_read(&keeper);
     EVENTUALLY(a->responses == sent && a->requests == replies + 1);
     finish(true);
 }

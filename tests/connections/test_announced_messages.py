@@ -598,6 +598,19 @@ def reading_may_end(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
     return may_end
 
 
+def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return a list that gets the operation of each read of a connection from now on."""
+    posted: list[Any] = []
+    read = QueuePair.read
+
+    def counted(*args: Any, **options: Any) -> Any:
+        posted.append(read(*args, **options))
+        return posted[-1]
+
+    monkeypatch.setattr(QueuePair, "read", counted)
+    return posted
+
+
 @every_way_to_cancel
 async def test_a_send_cancelled_while_the_peer_reads(
     device: Device, cancel: Cancel, reading_may_end: asyncio.Event
@@ -619,24 +632,17 @@ async def test_few_reads_are_in_flight_and_none_follows_a_withdrawal(
     device: Device, monkeypatch: pytest.MonkeyPatch, reading_may_end: asyncio.Event
 ) -> None:
     monkeypatch.setattr(announced_messages, "_READ_BYTES", LENGTH // 40)
-    slow_read, posted = QueuePair.read, 0
-
-    def counted_read(*args: Any, **options: Any) -> Any:
-        nonlocal posted
-        posted += 1
-        return slow_read(*args, **options)
-
-    monkeypatch.setattr(QueuePair, "read", counted_read)
+    posted = count_reads(monkeypatch)
     async with pair(device) as ends:
         receiving = asyncio.create_task(ends.far.receive())
         sending = asyncio.create_task(ends.near.send(changeable()))
         await until(lambda: being_read(ends.far))
-        assert posted == announced_messages._READS_IN_FLIGHT
+        assert len(posted) == announced_messages._READS_IN_FLIGHT
         sending.cancel()
         await until(lambda: is_withdrawn(ends.far))
         reading_may_end.set()
         await asyncio.wait([sending])
-        assert posted == announced_messages._READS_IN_FLIGHT
+        assert len(posted) == announced_messages._READS_IN_FLIGHT
         sending = asyncio.create_task(ends.near.send(changeable()))
         assert await receiving == sample(LENGTH)
         await sending
@@ -878,14 +884,7 @@ async def test_a_cancelled_receive_does_not_wait_for_the_device(
 ) -> None:
     """The requests go on, and the next call gets what they have read: nothing is read twice."""
     monkeypatch.setattr(announced_messages, "_READ_BYTES", LENGTH // 20)
-    counted_read, posted = QueuePair.read, 0
-
-    def read(*args: Any, **options: Any) -> Any:
-        nonlocal posted
-        posted += 1
-        return counted_read(*args, **options)
-
-    monkeypatch.setattr(QueuePair, "read", read)
+    posted = count_reads(monkeypatch)
     async with pair(device) as ends:
         await ends.near.send(sample(LENGTH), immediate=1)
         await until(lambda: unread(ends.far))
@@ -899,7 +898,7 @@ async def test_a_cancelled_receive_does_not_wait_for_the_device(
         unhold(device, ends.far.qp)
         received = await receiving
         assert received == ((sample(LENGTH), 1) if then == "receive_with_immediate" else sample(LENGTH))
-        assert posted == 20
+        assert len(posted) == 20
         await settled(ends)
 
 

@@ -360,7 +360,7 @@ cdef class Operation:
                 _check_owner(self.queue.handle)
             return True
         if self.phase == SUSPENDED or self.phase == YIELDING:
-            return self.awaiter == _caller()
+            return self.awaiter == _caller(self.queue)
         return self.phase != BEGINNING
 
     cdef bint _is_orphaned(self) except -1:
@@ -409,7 +409,7 @@ cdef class Operation:
         # Suspend or yield. After an error, the operation can be awaited as if nothing had happened.
         self.phase = BEGINNING
         try:
-            self.awaiter = _caller()
+            self.awaiter = _caller(self.queue)
             return self._suspend(result) if self.state != DONE else self._yield(result)
         except BaseException:
             if self.phase == BEGINNING:
@@ -492,7 +492,7 @@ cdef inline int _continue_await(Operation self, PyObject **result) except -1:
             if self.phase == NOT_AWAITED and self.extra is not None and self.extra.awaits_message:
                 self._stop_awaiting()   # lets another task wait for the message
             raise
-    if (self.phase != SUSPENDED and self.phase != YIELDING) or self.awaiter != _caller():
+    if (self.phase != SUSPENDED and self.phase != YIELDING) or self.awaiter != _caller(self.queue):
         self._raise_already_awaited()
     turn_advance(self.turn)             # the loop has gone round since the task suspended
     if self.state != DONE:              # the future was completed from outside
@@ -501,11 +501,14 @@ cdef inline int _continue_await(Operation self, PyObject **result) except -1:
     return self._deliver(result)
 
 
-cdef PyObject *_caller() except? NULL:
+cdef PyObject *_caller(WorkQueue queue) except? NULL:
     # Return the identity of the caller, for comparison only: the running task, the running loop if no task is running,
     # or NULL. No reference is held: the awaiting task outlives every caller that could disturb it, and a later object
     # at the same address does no harm.
-    loop = _get_running_loop()
+    cdef Affinity owner = queue.handle.affinity
+    # Up to Python 3.11 asyncio makes a system call to find the running loop.
+    is_owner = _is_bound(owner) and owner._forks == Affinity._fork_count() and owner._is_owner()
+    loop = owner.loop if is_owner else _get_running_loop()
     if loop is None:
         return NULL
     task = _current_task(loop)

@@ -15,11 +15,10 @@ from aioverbs._connection.gather import Payload
 from aioverbs._connection.grants import Grant, RemoteGrant
 from aioverbs._connection.handshake import Offer
 from aioverbs._connection.message_channel import ConnectionStatistics
-from aioverbs._connection.message_sender import MessageSender
 from aioverbs._connection.one_sided import Local, OneSidedRequests, Remote
 from aioverbs._connection.settings import ConnectionSettings
 from aioverbs._connection.wire import FrameKind
-from aioverbs._core.data_path.data_path import Operation, RegionSlice, SharedFrame, UnreadMessages
+from aioverbs._core.data_path.data_path import FrameSender, Operation, RegionSlice, UnreadMessages
 from aioverbs._exports import publish
 from aioverbs._lifecycle.affinity import Affinity, running_loop
 from aioverbs._lifecycle.lifecycle import OPEN, Lifecycle
@@ -64,8 +63,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         self._cq = cq
         self._end: ConnectionEnd | None = None
         self._requests: OneSidedRequests  # those of `_end`
-        self._sender: MessageSender  # of its channel, too
-        self._frame: SharedFrame
+        self._frames: FrameSender  # of its channel, too
         self._unread: UnreadMessages
 
     # ---- Opening and closing
@@ -102,7 +100,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         lifecycle.stop, lifecycle.drain, lifecycle.drain_now = end.stop, end.drain, end.drain_now
         self._end, self._requests = end, end.requests
         channel = end.channel
-        self._sender, self._frame, self._unread = channel.sender, channel.sender.frame, channel.receiver.unread
+        self._frames, self._unread = channel.sender.frames, channel.receiver.unread
 
     async def open(self) -> "Connection":
         """Return this connection itself, after checking that it is open. ``async with`` calls this.
@@ -338,8 +336,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         :raises VerbsError: ``ibv_post_send`` failed; the peer receives no part of the message. If it fails only after
             the await has returned, for example for messages that leave together, the connection breaks.
         """
-        is_open = self._lifecycle.state is OPEN
-        if is_open and (self._frame.add(item, immediate) or self._sender.send_at_once(item, immediate)):
+        if self._lifecycle.state is OPEN and self._frames.send(item, immediate):
             return
         await self._open_end().channel.sender.send(item, immediate)
 

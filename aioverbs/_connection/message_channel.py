@@ -4,11 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from aioverbs._connection.channel_state import ChannelState
-from aioverbs._connection.credits import Credits, max_announced
+from aioverbs._connection.credits import max_announced
 from aioverbs._connection.message_receiver import MessageReceiver
 from aioverbs._connection.message_sender import MessageSender
 from aioverbs._connection.settings import ConnectionSettings
 from aioverbs._connection.wire import FrameKind
+from aioverbs._core.data_path.data_path import Credits
 from aioverbs._exports import publish
 from aioverbs._lifecycle.affinity import Affinity
 from aioverbs._memory.buffer_pool import LeasedBuffer
@@ -112,12 +113,13 @@ class MessageChannel(ChannelState):
 
     def _report_end(self) -> None:
         """Wake all that wait for a message or a credit, do the rest, and send the last frame."""
+        self.sender.frames.refuse()
         self.sender.wake_waiter()
         self.receiver.end_inbox()
         try:
             super()._report_end()
         finally:
-            self.sender.frame.close()
+            self.sender.frames.close()
 
     def statistics(self) -> ConnectionStatistics:
         """Return a `ConnectionStatistics`: the numbers of messages sent and received so far, of credits available and

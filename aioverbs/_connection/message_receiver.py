@@ -8,12 +8,12 @@ import anyio
 
 from aioverbs._connection.announced_messages import AnnouncedMessage, AnnouncedMessages
 from aioverbs._connection.channel_state import ChannelState
-from aioverbs._connection.credits import Credits
 from aioverbs._connection.message_sender import MessageSender
 from aioverbs._connection.reassembly import Assembly, MessageWithImmediate
 from aioverbs._connection.recycled_memory import recycled_memory_of
-from aioverbs._connection.wire import CREDITS_AT, WHOLE, FrameKind, parse_header
+from aioverbs._connection.wire import CREDITS_AT, FrameKind, parse_header
 from aioverbs._core.data_path.data_path import (
+    Credits,
     Inbox,
     MessageFrame,
     ReceiveRing,
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 __all__ = ["MessageReceiver"]
 
-_CREDITS_MASK = 0x3FF << CREDITS_AT
 _DEFERRED = object()
 _UNLIMITED = 1 << 30
 _HANDSHAKE_MESSAGES = 4  # limit for each end
@@ -81,13 +80,12 @@ class MessageReceiver:
         self._on_control = on_control
         self._credits: Credits | None = None
         self._assembly = Assembly(max_message)
-        self._deferred_credits = 0  # credits of fragments that arrived while messages were unread
         self._max_message = max_message
         self._cache = domain.cache
         self._handshake_messages_left = _UNLIMITED
         self.inbox = Inbox(state.receive_queue, self._on_received, self._on_flushed)
         self._ring = ReceiveRing(self.inbox, memory, count)
-        self.unread = UnreadMessages(state.owner, state, self.inbox, self._on_consumed)
+        self.unread = UnreadMessages(state.owner, state, self._ring, self._on_not_posted, sender)
 
     def post_receives(self) -> None:
         """Post all receives to the queue pair, which the caller has moved to INIT.
@@ -105,6 +103,13 @@ class MessageReceiver:
         """
         self._credits = credit
         self._handshake_messages_left = handshake_messages
+        if not handshake_messages:
+            self._expect_frames()
+
+    def _expect_frames(self) -> None:
+        """Expect nothing but framed messages from now on."""
+        assert self._credits is not None
+        self.unread.start(self._credits, self._state.qp, self._max_message)
 
     # ---- Calls of the user
 
@@ -123,9 +128,9 @@ class MessageReceiver:
         :raises VerbsError: ``ibv_post_send`` failed.
         :raises MemoryError: the process has no memory for the message.
         """
-        self._begin_receiving("receive")
+        is_next = self.unread.begin("receive")
         try:
-            if self.unread.held is None and self.unread.frame is None:  # the usual case, without another coroutine
+            if is_next:  # the usual case, without another coroutine
                 try:
                     item = await self.inbox.__anext__()
                 except _ENDS as error:
@@ -142,8 +147,7 @@ class MessageReceiver:
                     item = await self._next()
         finally:
             self.unread.receiving = False
-        self.unread.received += 1
-        self._on_consumed()
+        self.unread.finish()
         if type(item) is bytes:
             return (item, None) if with_immediate else item
         return (item.data, item.immediate) if with_immediate else item.data
@@ -161,7 +165,7 @@ class MessageReceiver:
         :raises VerbsError: the device cannot register the buffer. The message stays the next one.
         :raises Exception: any other exception that `receive` raises.
         """
-        self._begin_receiving("receive_into")
+        self.unread.begin("receive_into")
         try:
             view = memoryview(buffer)
             if view.readonly:
@@ -187,8 +191,7 @@ class MessageReceiver:
                     break
         finally:
             self.unread.receiving = False
-        self.unread.received += 1
-        self._on_consumed()
+        self.unread.finish()
         return length
 
     def _check_fits(self, item: object, length: int, view: memoryview) -> int:
@@ -225,7 +228,7 @@ class MessageReceiver:
         message: bytes | memoryview | None = self.unread.take()
         if message is not None:
             return message
-        self._begin_receiving(operation)
+        self.unread.begin(operation)
         try:
             while True:
                 item = await self._next()
@@ -237,24 +240,11 @@ class MessageReceiver:
                     break
         finally:
             self.unread.receiving = False
-        self.unread.received += 1
-        self._on_consumed()
+        self.unread.finish()
         return message
 
-    def _begin_receiving(self, operation: str) -> None:
-        """Check that the caller may receive, and let no other task receive until it has reset ``unread.receiving``.
-
-        :param operation: name of the caller's method, for the error message.
-        :raises BusyResourceError: another task is already waiting for a message.
-        :raises AffinityError: another event loop owns the connection.
-        """
-        self._state.owner.check(self._state, operation)
-        if self.unread.receiving:
-            raise BusyResourceError("another task is already waiting for a message on this connection")
-        self.unread.receiving = True
-
     async def _next(self, item: Any = None) -> Any:
-        """Wait for the next message that is not withdrawn. An announced one stays the next one until `_on_consumed`.
+        """Wait for the next message that is not withdrawn. An announced one stays the next one until it is consumed.
 
         :param item: the next item of the inbox, which the caller has taken; None to wait for it.
         :returns: the message: bytes, a `MessageWithImmediate` or an `AnnouncedMessage`.
@@ -281,7 +271,7 @@ class MessageReceiver:
             if not item.withdrawn:
                 unread.held = item
                 return item
-            self._on_consumed()
+            self.unread.consume()
             item = None
 
     def _raise_end(self, error: Exception) -> NoReturn:
@@ -294,23 +284,6 @@ class MessageReceiver:
             error.__traceback__ = None  # the inbox raises the same exception each time
             raise anyio.EndOfStream from None
         self._state.raise_ended(error)
-
-    def _on_consumed(self) -> None:
-        """Account for the next message, which the user has received or the peer has withdrawn, and return credits,
-        unless it is followed by others that arrived in the same frame.
-        """
-        self.unread.held = None
-        if self.unread.frame is not None:
-            return
-        credit = self._credits
-        assert credit is not None
-        due = credit.on_consumed()
-        if self._deferred_credits and not len(self.inbox):
-            while self._deferred_credits:
-                self._deferred_credits -= 1
-                due = credit.on_consumed()
-        if due:
-            self._sender.return_credits()
 
     async def receive_handshake(self) -> bytes:
         """Wait for the peer's next message of the handshake.
@@ -328,7 +301,8 @@ class MessageReceiver:
     # ---- Completions
 
     def _on_received(self, index: int, data: bytes, immediate: int | None, is_written: bool) -> object:
-        """Handle the completion of a receive, and post the receive again. Fail the channel if the protocol is violated.
+        """Handle the completion of a receive that `UnreadMessages` does not take, and post the receive again. Fail the
+        channel if the protocol is violated.
 
         :param index: index of the receive.
         :param data: the received bytes.
@@ -345,13 +319,6 @@ class MessageReceiver:
             return self._on_handshake_message(index, data)
         is_answer = False
         try:
-            if immediate is not None and not (immediate ^ WHOLE) & ~_CREDITS_MASK and not self._state.eof_received:
-                credit.on_message()
-                self._assembly.drop()
-                self._post(index)
-                if immediate & _CREDITS_MASK:
-                    self._sender.add_credits(immediate >> CREDITS_AT & 0x3FF)
-                return data
             is_answer = immediate is not None and self._take_answer(immediate)
             if not is_answer:
                 credit.on_message()
@@ -386,26 +353,40 @@ class MessageReceiver:
             )
             return None
         self._handshake_messages_left -= 1
+        if not self._handshake_messages_left:
+            self._expect_frames()
         self._post(index)
         return data
 
     def _post(self, index: int) -> None:
-        """Post a receive again; later if a thread is inside a verb, and never if the queue pair is closed or broken.
-
-        If the verb fails, fail the channel soon: the peer has more credits than there are receives left.
+        """Post a receive again.
 
         :param index: index of the receive.
         """
         try:
             post_receives(self._state.qp, self._ring, index, 1)
-        except ConcurrentAccessError:  # another thread is inside a verb: retry soon
+        except Exception as error:
+            self._on_not_posted(index, error)
+
+    def _on_not_posted(self, index: int, error: Exception) -> None:
+        """Post a receive later if a thread is inside a verb, and never if the queue pair is closed or broken.
+
+        If the verb failed, fail the channel soon: the peer has more credits than there are receives left.
+
+        :param index: index of the receive.
+        :param error: exception that posting it raised.
+        :raises Exception: `error`, if it is none of these.
+        """
+        if isinstance(error, ConcurrentAccessError):  # another thread is inside a verb: retry soon
             self._state.loop.call_soon(self._post, index)
-        except BusyResourceError:  # a modify is in flight in a thread: retry after it
+        elif isinstance(error, BusyResourceError):  # a modify is in flight in a thread: retry after it
             self._state.receive_queue.when_resumed(self._state.loop, functools.partial(self._post, index))
-        except (ClosedResourceError, BrokenResourceError, QueuePairStateError, AffinityError):
+        elif isinstance(error, ClosedResourceError | BrokenResourceError | QueuePairStateError | AffinityError):
             return  # the end is reported elsewhere
-        except VerbsError as error:  # after the caller has delivered the message that arrived in this receive
+        elif isinstance(error, VerbsError):  # after the caller has delivered the message that arrived in this receive
             self._state.loop.call_soon(self._state.fail, f"a receive cannot be posted again: {error}", error)
+        else:
+            raise error
 
     def _on_flushed(self, _: None) -> None:
         """Fail the channel because the device flushed a receive: the queue pair is in ERR or destroyed.
@@ -441,6 +422,7 @@ class MessageReceiver:
             raise ValueError(f"the peer sent a message of kind {kind} with flags {flags:#x}, expected none")
         if kind == FrameKind.END:
             self._state.eof_received = True
+            self.unread.stop()
             self._assembly.drop()
             close_inbox(self.inbox)
             self._on_control(FrameKind.END, number, b"")
@@ -486,11 +468,12 @@ class MessageReceiver:
         if number:
             raise ValueError(f"the peer sent a user message with number {number}, expected 0")
         whole = self._assembly.add(data, flags)
+        self.unread.incomplete = whole is None
         if whole is not None:
             return whole
         # Limit the fragments of unread messages: return their credits later.
         if len(self.unread) or self.unread.held is not None:
-            self._deferred_credits += 1
+            self.unread.deferred += 1
             return _DEFERRED
         return None
 

@@ -5,27 +5,15 @@ import contextlib
 import functools
 import operator
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import anyio
 
 from aioverbs._connection.channel_state import ChannelState
-from aioverbs._connection.credits import RESERVED_CREDITS, Credits
+from aioverbs._connection.credits import RESERVED_CREDITS
 from aioverbs._connection.gather import Cursor, Payload, parts_of
-from aioverbs._connection.send_buffers import SendBuffer, SendBuffers
-from aioverbs._connection.wire import (
-    CREDITS_AT,
-    FIRST,
-    HAS_IMMEDIATE,
-    IMMEDIATE,
-    LAST,
-    LENGTH,
-    TOTAL,
-    WHOLE,
-    FrameKind,
-    header,
-)
-from aioverbs._core.data_path.data_path import Operation, RegionSlice, RemoteRegion, SharedFrame, send_later
+from aioverbs._connection.wire import CREDITS_AT, FIRST, HAS_IMMEDIATE, IMMEDIATE, LAST, TOTAL, FrameKind, header
+from aioverbs._core.data_path.data_path import Credits, FrameSender, Operation, RegionSlice, RemoteRegion
 from aioverbs._lifecycle.affinity import wake
 from aioverbs._lifecycle.turns import yield_to_loop
 from aioverbs.errors import (
@@ -48,7 +36,6 @@ _ANNOUNCED_BYTES = 384 << 10
 # Length up to which messages share a frame. Between two processes on soft0, messages of 8 KiB cost both 34 us of CPU
 # time each in frames of their own, and 8 us in shared ones; with the usual buffers, longer ones would share with few.
 _SHARING_BYTES = 16 << 10
-_MESSAGES = header(FrameKind.MESSAGES)
 # Requests without an acknowledgement for each receive of the peer. An honest peer has one, and more only as long as
 # completions are handled later than messages that arrived after them.
 _OWN_REQUESTS_PER_RECEIVE = 4
@@ -82,16 +69,15 @@ class MessageSender:
 
     def __init__(self, state: ChannelState, memory: RegionSlice, buffer_size: int) -> None:
         self.waits = self.updates = 0
-        self.frame = SharedFrame(state.owner, state)
+        self.frames = FrameSender(state.owner, state, state.qp, state.receive_queue, memory, buffer_size)
         self.fragment_size = 0  # bytes of a message that fit the buffers of both ends
         self._state = state
         self._qp = state.qp
-        self._buffers = SendBuffers(memory, buffer_size)
         self._max_message = 0
         self._credits: Credits | None = None
         self._lock = asyncio.Lock()  # held while a message is sent in more than one step
-        self._in_line = 0  # senders that hold the lock or wait for it; others must not overtake them
         self._waiter: asyncio.Future[None] | None = None  # the sender that waits for a credit
+        self._awaited: Operation[None] | None = None  # the send that a sender awaited last, for its buffer
         self.announce: Announce | None = None  # None if long messages are sent in fragments
         self._pending_controls: dict[int, bool] = {}  # header: fenced; not sent yet for lack of a credit
         # By number: the announced messages that the peer has not answered, and whether a credit is reserved to withdraw
@@ -100,7 +86,7 @@ class MessageSender:
         # requests that no user awaits; dropping one would withdraw it
         self._own_requests: deque[Operation[None]] | None = None  # None before the first one
         self._max_own_requests = 0
-        self._sent_otherwise = 0  # user messages that were not added to a frame
+        self._sent_slowly = 0
 
     def start(self, credit: Credits, depth: int, fragment_size: int, max_message: int) -> None:
         """Begin to send framed messages, after the handshake.
@@ -114,12 +100,12 @@ class MessageSender:
         self._max_own_requests = _OWN_REQUESTS_PER_RECEIVE * (depth + 1)
         self.fragment_size = fragment_size
         self._max_message = max_message
-        self.frame.start(fragment_size, min(_SHARING_BYTES, max_message))
+        self.frames.start(credit, fragment_size, max_message, _SHARING_BYTES)
 
     @property
     def messages(self) -> int:
         """Number of user messages sent."""
-        return self._sent_otherwise + self.frame.added
+        return self.frames.sent + self._sent_slowly
 
     # ---- User messages
 
@@ -144,26 +130,15 @@ class MessageSender:
         :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
         :raises VerbsError: ``ibv_post_send`` failed.
         """
-        turn = self.frame.turn_over
-        if turn:
-            await yield_to_loop(turn)
-        if not self.frame.add(payload, immediate) and not self.send_at_once(payload, immediate):
-            await self._send_slowly(parts_of(payload), immediate)
-
-    def send_at_once(self, payload: Payload, immediate: int | None = None) -> bool:
-        """Send a user message of one fragment that was not added to a frame, if that is possible without waiting, and
-        if not so many were sent in this turn of the loop that other tasks should run.
-
-        :param payload: the message, as for `send`.
-        :param immediate: the user's immediate data, as for `send`.
-        :returns: whether the message was sent.
-        :raises Exception: whatever `send` raises; nothing was sent.
-        """
         self._state.owner.check(self._state, "send")
         if immediate is not None:
             check_immediate(immediate)
-        parts = (payload,) if type(payload) is bytes else parts_of(payload)
-        return not self.frame.turn_over and self._send_at_once(parts, immediate)
+        parts = parts_of(payload)
+        turn = self.frames.turn_over
+        if turn:
+            await yield_to_loop(turn)
+        if not self.frames.send_parts(parts, immediate):
+            await self._send_slowly(parts, immediate)
 
     def send_nowait(self, payload: Payload, immediate: int | None = None) -> None:
         """Send a user message of one fragment, if that is possible without waiting.
@@ -180,7 +155,7 @@ class MessageSender:
         if immediate is not None:
             check_immediate(immediate)
         parts = parts_of(payload)
-        if self.frame.add(payload, immediate) or self._send_at_once(parts, immediate):
+        if self.frames.send_parts(parts, immediate, nowait=True):
             return
         self._state.check_sending()
         length, limit = sum(map(len, parts)), self.fragment_size - (0 if immediate is None else IMMEDIATE.size)
@@ -199,70 +174,16 @@ class MessageSender:
         if length > self._max_message:
             raise ValueError(f"the peer accepts messages of at most {self._max_message:,} bytes, got {length:,}")
 
-    def _send_at_once(self, parts: Sequence[bytes | memoryview], immediate: int | None) -> bool:
-        """Send a user message of one fragment, if that is possible without waiting.
-
-        :param parts: the message.
-        :param immediate: the user's immediate data, which was checked; None for no immediate data.
-        :returns: whether the message was sent.
-        :raises Exception: whatever `QueuePair.send` raises; nothing was sent.
-        """
-        state, credit = self._state, self._credits
-        assert credit is not None
-        length = len(parts[0]) if len(parts) == 1 else sum(map(len, parts))
-        frame = WHOLE
-        if immediate is not None:
-            length += IMMEDIATE.size
-            frame |= HAS_IMMEDIATE
-        if length <= _SHARING_BYTES and self.frame.add(parts[0] if len(parts) == 1 else b"".join(parts), immediate):
-            return True
-        if (
-            length > self.fragment_size
-            or length > self._max_message
-            or state.broken is not None
-            or state.closed
-            or state.eof_sent
-            or credit.available <= RESERVED_CREDITS + credit.revocations
-            or self._in_line
-        ):
-            return False
-        buffer = self._buffers.take()
-        if buffer is None:
-            return False
-        view, at = buffer.view, 0
-        is_shared = False
-        if immediate is not None:
-            IMMEDIATE.pack_into(view, 0, immediate)
-            at = IMMEDIATE.size
-        elif (
-            length <= _SHARING_BYTES
-            and (self._buffers.in_flight or self.frame.is_shared)
-            and length + LENGTH.size <= self.fragment_size
-            and credit.available > 1 + RESERVED_CREDITS + credit.revocations  # the last one may be missed for long
-        ):
-            LENGTH.pack_into(view, 0, length)
-            at = LENGTH.size
-            length += at
-            is_shared = True
-            frame = _MESSAGES
-        for part in parts:
-            end = at + len(part)
-            view[at:end] = part
-            at = end
-        self._post_buffer(buffer, length, frame, is_shared)
-        self._sent_otherwise += 1
-        return True
-
     @contextlib.asynccontextmanager
     async def _exclusive(self) -> AsyncIterator[None]:
         """Wait for the lock, and hold it for the block."""
-        self.frame.close()  # no message may overtake this sender
-        self._in_line += 1
+        self.frames.close()  # no message may overtake this sender
+        self.frames.in_line += 1
         try:
             async with self._lock:
                 yield
         finally:
-            self._in_line -= 1
+            self.frames.in_line -= 1
 
     async def _send_slowly(self, parts: list[memoryview], immediate: int | None) -> None:
         """Send a user message that has several fragments, or that has to wait.
@@ -280,7 +201,7 @@ class MessageSender:
                 finish = await self.announce(parts, immediate)
             if finish is None:
                 await self._send_fragments(parts, length, immediate)
-            self._sent_otherwise += 1
+            self._sent_slowly += 1
         if finish is not None:
             await finish()
 
@@ -383,6 +304,7 @@ class MessageSender:
             if kind is FrameKind.END:
                 # only now, as a cancelled call has sent nothing; the lock excludes other senders until here
                 self._state.eof_sent = True
+                self.frames.refuse()
 
     async def _send_frame(self, immediate: int, parts: list[memoryview], reserved: int = RESERVED_CREDITS) -> None:
         """Wait for a credit and a buffer, then post a fragment or control message. The caller holds the channel's lock.
@@ -395,45 +317,28 @@ class MessageSender:
         :raises Exception: any other exception that `QueuePair.send` raises; nothing was posted.
         """
         await self._wait_for_credit(reserved)
-        buffer = self._buffers.take()
-        if buffer is None:
+        if not self.frames.has_buffer:
             self.waits += 1
             try:
-                await self._buffers.wait(self.probe)
+                await self._wait_for_buffer()
             except (BrokenResourceError, ClosedResourceError, WorkCompletionError) as error:
                 self._state.raise_ended(error)
             await self._wait_for_credit(reserved)
-            buffer = self._buffers.take()
-            assert buffer is not None
-        end = 0
-        for part in parts:
-            start, end = end, end + len(part)
-            buffer.view[start:end] = part
-        self._post_buffer(buffer, end, immediate)
+        _ = self.frames.post(parts, immediate)
 
-    def _post_buffer(self, buffer: SendBuffer, length: int, immediate: int, is_shared: bool = False) -> None:
-        """Use a credit and post a send of a filled buffer. If posting fails, the credit and the buffer are free again.
+    async def _wait_for_buffer(self) -> None:
+        """Wait until the oldest send in flight has ended, so that its buffer is free. The caller holds the lock.
 
-        :param buffer: the buffer, which the caller took from the free ones.
-        :param length: number of bytes to send.
-        :param immediate: header of the message, without the number of credits.
-        :param is_shared: True to post it at the end of the loop's turn, so that other messages can be added.
-        :raises Exception: whatever `QueuePair.send` raises.
+        :raises WorkCompletionError: the send or a probe completed with an error.
+        :raises Exception: whatever `probe` raises, or another exception that `Operation` lists for an await.
         """
-        credit = self._credits
-        assert credit is not None
-        returned = credit.take()
-        immediate |= returned << CREDITS_AT
-        try:
-            local = buffer.memory[:length]
-            sent = send_later(self._qp, local, immediate) if is_shared else self._qp.send(local, immediate=immediate)
-        except BaseException:  # such as AffinityError: nothing was posted
-            credit.undo_take(returned)
-            self._buffers.release(buffer)
-            raise
-        self._buffers.add_in_flight(buffer, sent)
-        if is_shared:
-            self.frame.begin(sent, buffer.memory, length)
+        oldest = self.frames.oldest
+        assert oldest is not None
+        if oldest is self._awaited:  # by a cancelled caller, and an operation can be awaited only once
+            await self.probe()
+        else:
+            self._awaited = oldest
+            await oldest
 
     async def _wait_for_credit(self, reserved: int) -> None:
         """Wait until more than `reserved` credits are available, beside those for withdrawing messages. Use none.
@@ -447,6 +352,7 @@ class MessageSender:
         self._state.check_usable()
         while self._credits.available <= reserved + self._credits.revocations:
             self.waits += 1
+            self._credits.awaited = True
             self._waiter = self._state.loop.create_future()
             await self._waiter
             self._state.check_usable()
@@ -486,14 +392,26 @@ class MessageSender:
         """
         assert self._credits is not None
         self._credits.add(count)
+        if count:
+            self.use_credits()
+
+    def use_credits(self) -> None:
+        """Send messages that are waiting for credits, since there are more."""
+        assert self._credits is not None
+        self._credits.awaited = False  # until a message waits again
         self._send_controls()
         if self._credits.available:
             self.wake_waiter()
+        else:
+            self._credits.awaited = True
 
     def _send_controls(self) -> None:
         """Send the pending control messages, as many as there are credits for. The others stay pending."""
         assert self._credits is not None
-        while self._pending_controls and self._credits.sendable:
+        while self._pending_controls:
+            self._credits.awaited = True
+            if not self._credits.sendable:
+                return
             immediate, fence = next(iter(self._pending_controls.items()))
             if not self._send_control(immediate, fence, self._send_controls):
                 return
@@ -552,11 +470,7 @@ class MessageSender:
         :raises ClosedResourceError: the channel is closed.
         :raises Exception: any other exception that `QueuePair.send` raises.
         """
-        buffer = self._buffers.take()
-        assert buffer is not None  # no user message is in flight yet
-        buffer.view[: len(data)] = data
-        sent = self._qp.send(buffer.memory[: len(data)])
-        self._buffers.add_in_flight(buffer, sent)
+        sent = self.frames.post([memoryview(data)], None)  # there is a buffer: no user message is in flight yet
         try:
             await sent
         except (BrokenResourceError, ClosedResourceError, WorkCompletionError) as error:
@@ -571,7 +485,7 @@ class MessageSender:
         :raises BrokenResourceError: the queue pair is in ERR.
         :raises Exception: any other exception that `QueuePair.write` raises.
         """
-        return self._qp.write(self._buffers.memory[:0], _NULL_REMOTE)
+        return self._qp.write(self.frames.memory[:0], _NULL_REMOTE)
 
     def send_keepalive(self) -> None:
         """Post a probe without waiting for it. If the peer's device does not answer, the queue pair goes to ERR.

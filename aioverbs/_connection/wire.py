@@ -24,7 +24,6 @@ __all__ = [
     "HAS_IMMEDIATE",
     "IMMEDIATE",
     "LAST",
-    "LENGTH",
     "MAX_READ_PARTS",
     "TOTAL",
     "WHOLE",
@@ -46,7 +45,6 @@ LAST = 2 << _FLAGS_AT
 HAS_IMMEDIATE = 4 << _FLAGS_AT
 
 IMMEDIATE = struct.Struct("!I")
-LENGTH = struct.Struct("!I")
 TOTAL = struct.Struct("!Q")
 _GRANT = struct.Struct("!QQII")
 _COUNT = struct.Struct("!H")

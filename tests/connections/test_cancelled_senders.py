@@ -261,15 +261,16 @@ async def test_closing_while_a_thread_is_in_a_verb(device: Device, monkeypatch: 
         near: Any = ends.near
         qp = near.qp
         owner = qp._lifecycle.owner
-        send, write, check = InUse(qp.send, 3), InUse(qp.write, 3), InUse(owner.check, 3)
+        sender = end_of(near).channel.sender
+        post, write, check = InUse(sender.frames.post, 3), InUse(qp.write, 3), InUse(owner.check, 3)
         await near.send(b"hello")
-        monkeypatch.setattr(qp, "send", send)
+        monkeypatch.setattr(sender, "frames", With(sender.frames, post=post))
         monkeypatch.setattr(qp, "write", write)
         qp._lifecycle.owner = With(owner, check=check)
         await near.aclose()
         assert near.closed
         assert qp.closed
-        assert (send.left, write.left, check.left) == (0, 0, 0)
+        assert (post.left, write.left, check.left) == (0, 0, 0)
         assert await ends.far.receive() == b"hello"
         with pytest.raises(anyio.EndOfStream):
             await ends.far.receive()

@@ -18,7 +18,6 @@ from aioverbs import (
     Device,
     WcStatus,
 )
-from aioverbs._connection.wire import LENGTH
 from aioverbs._verbs import qp_defaults as repeating
 from tests.capabilities import Capability, needs
 from tests.connections.ends import SMALL, deeper, pair, use_up
@@ -143,6 +142,8 @@ async def test_send_nowait(device: Device) -> None:
         ends.near.send_nowait([b"a", b"b"], immediate=5)
         assert await ends.far.receive() == bytes(1000)
         assert await ends.far.receive_with_immediate() == (b"ab", 5)
+        ends.near.send_nowait(bytes(1000), immediate=6)
+        assert await ends.far.receive_with_immediate() == (bytes(1000), 6)
         with pytest.raises(ValueError, match="at most 1,000 bytes"):
             ends.near.send_nowait(bytes(1001))
         with pytest.raises(ValueError, match=r"at most 1,020 bytes.*got 1,021: await `send`"):
@@ -278,7 +279,8 @@ async def test_an_unread_connection_blocks_the_sender(device: Device) -> None:
         flooding = asyncio.create_task(flood())
         await until(lambda: ends.near.traffic().waits)
         await asyncio.sleep(0.05)
-        assert sent * (4 + LENGTH.size) <= SMALL.receive_depth * SMALL.buffer_size
+        each = 4 + len(sent.to_bytes(4))  # after its length
+        assert sent * each <= SMALL.receive_depth * SMALL.buffer_size
         await ends.far.send(b"the other way is open")
         assert await ends.near.receive() == b"the other way is open"
         for number in range(10):

@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given, strategies as st
 
 from aioverbs import AccessFlags, Backoff, ConnectionSettings
-from aioverbs._connection.credits import MAX_CREDITS, Credits
+from aioverbs._connection.credits import MAX_CREDITS, RESERVED_CREDITS
 from aioverbs._connection.gather import Cursor, parts_of
 from aioverbs._connection.reassembly import Assembly
 from aioverbs._connection.wire import FIRST, HAS_IMMEDIATE, LAST, TOTAL, FrameKind, GrantNotice, header, parse_header
+from aioverbs._core.data_path.data_path import Credits
 
 # ---- Credits
 
@@ -83,6 +84,18 @@ def test_credits_never_overrun_receives_nor_deadlock(near_depth: int, peer_depth
     assert far.credits.sendable
     assert not near.in_flight
     assert not far.in_flight
+
+
+def test_credits_are_reserved() -> None:
+    subject = Credits(4, 4)
+    while subject.sendable:
+        subject.take()
+    assert subject.available == RESERVED_CREDITS
+    subject.revocations = 1
+    subject.add(1)
+    assert not subject.sendable
+    subject.add(1)
+    assert subject.sendable
 
 
 def test_too_many_returned_credits_raise() -> None:

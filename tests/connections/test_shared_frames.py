@@ -24,7 +24,7 @@ from aioverbs import (
     listen,
 )
 from aioverbs._connection.connection import end_of
-from aioverbs._connection.wire import HAS_IMMEDIATE, LENGTH, FrameKind, header
+from aioverbs._connection.wire import CREDITS_AT, HAS_IMMEDIATE, WHOLE, FrameKind, header
 from aioverbs._core.data_path.data_path import MessageFrame
 from tests.capabilities import Capability, needs
 from tests.connections.ends import HOST, SMALL, cancel_by_its_task, deeper, pair, root_of, use_up
@@ -371,6 +371,7 @@ async def test_messages_share_a_frame_that_waits_for_a_place(device: Device) -> 
     settings = ConnectionSettings(receive_depth=8, send_buffers=4, send_depth=16)
     async with pair(device, settings) as ends:
         near = ends.near
+        before = near.qp.statistics().sends.bytes
         hold(device, near.qp)
         sender = end_of(near).channel.sender
         probes = [sender.probe() for _ in range(near.qp.statistics().sends.depth)]
@@ -382,6 +383,7 @@ async def test_messages_share_a_frame_that_waits_for_a_place(device: Device) -> 
         await idle(near)
         sends = near.qp.statistics().sends
         assert sends.posted - len(probes) <= 4
+        assert sends.bytes - before == 190 + 99 * 4  # all but the first one follow their lengths
         assert all(each.ended for each in probes)
 
 
@@ -557,18 +559,22 @@ async def test_a_request_refused_at_the_end_of_the_turn_breaks_the_connection(de
 async def test_a_frame_that_cannot_be_posted_holds_up_no_later_message(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Unposted:
-        turn_over = 0
-
-        def add(self, *_: object) -> bool:
-            return False
-
-        def close(self) -> None:
-            raise MemoryError
-
     async with pair(device) as ends:
+        sender = end_of(ends.near).channel.sender
+        frames = sender.frames
+
+        class Unposted:
+            def close(self) -> None:
+                raise MemoryError
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(frames, name)
+
+            def __setattr__(self, name: str, value: object) -> None:
+                setattr(frames, name, value)
+
         with monkeypatch.context() as patch:
-            patch.setattr(end_of(ends.near).channel.sender, "frame", Unposted())
+            patch.setattr(sender, "frames", Unposted())
             with pytest.raises(MemoryError):
                 await ends.near.send(bytes(5000))
         ends.near.send_nowait(b"later")
@@ -620,40 +626,46 @@ async def test_a_frame_is_delivered_before_closing(device: Device) -> None:
 
 
 def frame(*messages: bytes) -> bytes:
-    return b"".join(LENGTH.pack(len(each)) + each for each in messages)
+    return b"".join(len(each).to_bytes(4) + each for each in messages)
 
 
+MESSAGES = header(FrameKind.MESSAGES)
 WRONG: dict[str, tuple[bytes, int]] = {
-    "empty": (b"", 0),
-    "half a length": (frame(b"fine") + b"\0\0\0", 0),
-    "too long": (frame(b"fine") + LENGTH.pack(5) + b"1234", 0),
-    "far too long": (LENGTH.pack(0xFFFFFFFF) + b"1234", 0),
-    "longer than accepted": (frame(bytes(101)), 0),
-    "flags": (frame(b"fine"), HAS_IMMEDIATE),
-    "number": (frame(b"fine"), 1),
+    "empty": (b"", MESSAGES),
+    "half a length": (frame(b"fine") + b"\0\0\0", MESSAGES),
+    "too long": (frame(b"fine") + (5).to_bytes(4) + b"1234", MESSAGES),
+    "far too long": ((0xFFFFFFFF).to_bytes(4) + b"1234", MESSAGES),
+    "longer than accepted": (frame(bytes(101)), MESSAGES),
+    "flags": (frame(b"fine"), MESSAGES | HAS_IMMEDIATE),
+    "number": (frame(b"fine"), MESSAGES | 1),
+    "returns credits": (frame(b"fine"), MESSAGES | 1 << CREDITS_AT),
+    "alone, longer than accepted": (bytes(101), WHOLE),
+    "alone, with a number": (b"fine", WHOLE | 1),
+    "alone, returns credits": (b"fine", WHOLE | 1 << CREDITS_AT),
 }
 
 
 @pytest.mark.parametrize("wrong", WRONG)
 async def test_wrong_frames_break_the_connection(device: Device, wrong: str) -> None:
-    data, bits = WRONG[wrong]
+    data, immediate = WRONG[wrong]
     settings = deeper(SMALL, max_message=100)
     async with pair(device, settings) as ends, ends.domain.register(256) as memory:
         memory.buffer[: len(data)] = data
-        _ = ends.near.qp.send(memory[: len(data)] if data else None, immediate=header(FrameKind.MESSAGES) | bits)
+        _ = ends.near.qp.send(memory[: len(data)] if data else None, immediate=immediate)
         async with asyncio.timeout(patience(10)):
-            with pytest.raises(BrokenResourceError, match="protocol violation: the peer sent"):
+            with pytest.raises(BrokenResourceError, match="protocol violation: the peer"):
                 await ends.far.receive()
         assert not ends.far.traffic().messages_received
 
 
-async def test_messages_after_the_end_break_the_connection(device: Device) -> None:
+@pytest.mark.parametrize(("immediate", "text"), [(MESSAGES, "messages after END"), (WHOLE, "a message after END")])
+async def test_messages_after_the_end_break_the_connection(device: Device, immediate: int, text: str) -> None:
     async with pair(device) as ends, ends.domain.register(64) as memory:
         await ends.near.send_eof()
         memory.buffer[:5] = frame(b"x")
-        _ = ends.near.qp.send(memory[:5], immediate=header(FrameKind.MESSAGES))
+        _ = ends.near.qp.send(memory[:5], immediate=immediate)
         await until(lambda: ends.far.broken is not None)
-        assert "messages after END" in str(ends.far.broken)
+        assert text in str(ends.far.broken)
 
 
 @pytest.mark.parametrize("data", [b"", b"\0", b"\0\0\0\1", b"\0\0\0\5abcd", frame(b"a") + b"\0\0\0"])

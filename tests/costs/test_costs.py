@@ -116,18 +116,18 @@ COSTS = {
         within=CHECK_TOLERANCE,
     ),
     # A message is a send, and a receive that is posted again. Credits return with the echo. The receive wakes the peer.
-    "message": Cost(256, {"epoll_wait": (256, 128), "read": (129, 129), "write": (129, 129)}, (5850, 2650)),
+    "message": Cost(256, {"epoll_wait": (256, 128), "read": (129, 129), "write": (129, 129)}, (4954, 1754)),
     # 16 of them share a frame, and with it a send, a completion and a turn of the loop. Each becomes bytes, and each
     # call is a coroutine.
-    "messages together": Cost(18, {"epoll_wait": (9, 8), "read": (4, 8), "write": (5, 8)}, (791, 669)),
-    "message by Unix socket": Cost(256, MESSAGE_BY_SOCKET, (4708, 2650), within=CHECK_TOLERANCE),
-    "message by rings": Cost(256, MESSAGE_BY_RINGS, (4708, 2650), within=CHECK_TOLERANCE),
-    "message by TCP": Cost(256, MESSAGE_BY_SOCKET, (4708, 2650), within=CHECK_TOLERANCE),
+    "messages together": Cost(18, {"epoll_wait": (9, 8), "read": (4, 8), "write": (5, 8)}, (693, 572)),
+    "message by Unix socket": Cost(256, MESSAGE_BY_SOCKET, (3812, 1754), within=CHECK_TOLERANCE),
+    "message by rings": Cost(256, MESSAGE_BY_RINGS, (3812, 1754), within=CHECK_TOLERANCE),
+    "message by TCP": Cost(256, MESSAGE_BY_SOCKET, (3812, 1754), within=CHECK_TOLERANCE),
     # Each is read from the peer's memory, after a check that the peer still lives.
     "message of 32 KiB, direct": Cost(
         256,
         {**MESSAGE_BY_RINGS, "poll": (128, 128), "process_vm_readv": (128, 128)},
-        (5091, 3034),
+        (3812, 1754),
         within=CHECK_TOLERANCE,
     ),
     # Awaits that complete at once, with a turn of the loop after a number of them.

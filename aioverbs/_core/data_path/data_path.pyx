@@ -205,6 +205,7 @@ cdef enum:
 cdef class Operation
 cdef class Inbox
 cdef class ReceiveRing
+cdef class UnreadMessages
 cdef class WorkQueue
 cdef class CqDispatcher
 cdef class QpWorkState
@@ -233,6 +234,8 @@ include "posting.pxi"
 include "batch.pxi"
 include "inbox.pxi"
 include "receive_ring.pxi"
+include "credits.pxi"
+include "frame_sender.pxi"
 include "frames.pxi"
 include "loop_budget.pxi"
 

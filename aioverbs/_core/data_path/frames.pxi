@@ -1,148 +1,4 @@
-# Part of data_path.pyx: frames that short messages of a connection share, and messages that are there to be received.
-
-cdef enum:
-    FRAME_LENGTH_BYTES = 4              # of the length before each message, in network byte order
-    MESSAGES_PER_UNIT = 2               # of the budget of a turn: a message in a frame costs less than a request
-
-
-cdef inline bint _turn_is_over(turn_share *share, uint64_t messages, uint64_t bytes) noexcept:
-    # Charge one more message of a frame, after `messages`. Return whether other tasks should run first.
-    turn_join(share)
-    return turn_is_over(share, 0 if messages % MESSAGES_PER_UNIT else 1, bytes)
-
-
-@cython.final
-cdef class SharedFrame:
-    """Frame that short messages of a connection share: a send that is posted at the end of the loop's turn, or before
-    the next request of its queue. Until then, messages are added to it, each after its length.
-
-    :param owner: owner of the connection, whose loop alone adds messages.
-    :param what: the connection, for error messages.
-    """
-
-    cdef Affinity owner
-    cdef object what
-    cdef Operation operation            # the send; None if no message can be added
-    cdef RegionSlice memory
-    cdef uint32_t used                  # bytes of the frame so far
-    cdef uint32_t capacity
-    cdef Py_ssize_t max_message
-    cdef uint32_t messages              # in the last frame
-    cdef turn_share share
-    cdef readonly uint64_t added        # number of messages that `add` has added
-
-    def __init__(self, Affinity owner not None, what):
-        self.owner = owner
-        self.what = what
-
-    def start(self, uint32_t capacity, Py_ssize_t max_message):
-        """Set the sizes.
-
-        :param capacity: size limit of a frame in bytes.
-        :param max_message: length of the longest message that is added, in bytes.
-        """
-        self.capacity = capacity
-        self.max_message = max_message
-
-    def begin(self, Operation operation not None, RegionSlice memory not None, uint32_t used):
-        """Begin a frame: messages can be added from now on.
-
-        :param operation: the send, from `send_later`.
-        :param memory: memory of the frame, of which `operation` sends the beginning.
-        :param used: number of bytes that the first message takes, its length included.
-        """
-        self.memory = memory
-        self.used = used
-        self.messages = 1
-        self.operation = operation
-
-    def close(self):
-        """Post the frame, if that was not done, and add no more messages to it."""
-        cdef Operation operation = self.operation
-        self.operation = None
-        if operation is not None and operation.state == CHAINED:
-            operation.queue.flush()
-
-    @property
-    def is_shared(self):
-        """Whether several messages shared the last frame."""
-        return self.messages > 1
-
-    @property
-    def turn_over(self):
-        """Number of the loop's turn if so many messages were added in it that other tasks should run now; else 0."""
-        return turn_used_up(&self.share)
-
-    def add(self, payload, immediate=None):
-        """Add a message to the frame, if there is one in which it fits and the budget of the turn is not used up.
-
-        :param payload: the message; only contiguous buffers are added.
-        :param immediate: immediate data; messages that have any are not added.
-        :returns: whether the message was added.
-        :raises AffinityError: another event loop owns the connection.
-        :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
-        :raises ForkedProcessError: the connection was made in the process that this one was forked from.
-        """
-        cdef Py_buffer view
-        cdef bint added
-        if self.operation is None or immediate is not None:
-            return False
-        self.owner._enter(self.what, "send")
-        self.owner._leave()
-        if type(payload) is bytes:
-            return self._add(PyBytes_AS_STRING(payload), len(<bytes>payload))
-        try:
-            PyObject_GetBuffer(payload, &view, PyBUF_SIMPLE)
-        except (BufferError, TypeError, ValueError):    # the caller finds out what is wrong with it
-            return False
-        try:
-            added = self._add(<const char *>view.buf, view.len)
-        finally:
-            PyBuffer_Release(&view)
-        return added
-
-    cdef bint _add(self, const char *data, Py_ssize_t length) except -1:
-        cdef Operation operation = self.operation
-        cdef v.ibv_send_wr *wr
-        cdef section within
-        cdef uint32_t whole
-        cdef uint32_t head
-        cdef char *end
-        if operation is None or length > self.max_message:
-            return False
-        if _turn_is_over(&self.share, self.added, length):
-            return False
-        whole = <uint32_t>length + FRAME_LENGTH_BYTES
-        section_enter(&within, _section(operation.queue))
-        wr = operation.queue._growing(operation)
-        if wr == NULL or whole > self.capacity - self.used:
-            self.operation = None
-        else:
-            head = v.htonl(<uint32_t>length)
-            end = <char *><uintptr_t>(self.memory._address + self.used)
-            memcpy(end, &head, FRAME_LENGTH_BYTES)
-            memcpy(end + FRAME_LENGTH_BYTES, data, length)
-            wr.sg_list[0].length += whole
-            operation.bytes += whole
-            if operation.state == CHAINED:
-                operation.queue.bytes += whole      # one that waits for a place is counted later
-            self.used += whole
-            self.messages += 1
-            self.added += 1
-        section_leave(&within)
-        return self.operation is not None
-
-
-def send_later(SendVerbs requester not None, RegionSlice local not None, immediate):
-    """Post a send with immediate data at the end of the loop's turn, or before the next request of the queue.
-
-    :param requester: queue pair to post to.
-    :param local: registered memory to send.
-    :param immediate: immediate data, 0..2**32-1.
-    :returns: the `Operation`. Errors are those of `SendVerbs`.
-    """
-    return requester._message(SEND_WITH_IMM, local, immediate, 0, 0, None, None, False, True)
-
+# Part of data_path.pyx: messages that have arrived at a connection, and frames that several of them share.
 
 @cython.final
 cdef class MessageFrame:
@@ -163,10 +19,10 @@ cdef class MessageFrame:
         if not end:
             raise ValueError("the peer sent a frame without messages")
         while at < end:
-            if end - at < FRAME_LENGTH_BYTES:
+            if end - at < NUMBER_BYTES:
                 raise ValueError(f"the peer sent a frame that ends after {end - at} bytes of a length")
-            length = _frame_length(begin + at)
-            at += FRAME_LENGTH_BYTES
+            length = _get_number(begin + at)
+            at += NUMBER_BYTES
             if length > max_message:
                 raise ValueError(
                     f"the peer sent a message of {length:,} bytes, but at most {max_message:,} are accepted"
@@ -178,44 +34,103 @@ cdef class MessageFrame:
 
     cdef uint32_t _length(self) noexcept:
         # Return the length of the next message.
-        return _frame_length(PyBytes_AS_STRING(self.data) + self.at)
+        return _get_number(PyBytes_AS_STRING(self.data) + self.at)
 
     cdef const char *_begin(self) noexcept:
         # Return the bytes of the next message.
-        return PyBytes_AS_STRING(self.data) + self.at + FRAME_LENGTH_BYTES
-
-
-cdef inline uint32_t _frame_length(const char *at) noexcept:
-    cdef uint32_t length
-    memcpy(&length, at, FRAME_LENGTH_BYTES)
-    return v.ntohl(length)
+        return PyBytes_AS_STRING(self.data) + self.at + NUMBER_BYTES
 
 
 @cython.final
 cdef class UnreadMessages:
     """Messages that have arrived at a connection and that the user has not received.
 
+    Whole messages without immediate data are handled here. Everything else that arrives goes to the inbox's ``wrap``,
+    also what violates the protocol.
+
     :param owner: owner of the connection, whose loop alone receives.
     :param what: the connection, for error messages.
-    :param inbox: inbox of the messages: bytes, `MessageFrame` objects, or others, which are left to the caller.
-    :param consumed: called without arguments each time that all messages of an item of the inbox were received.
+    :param ring: receives of the messages. Their inbox has the messages: bytes, `MessageFrame` objects, or others, which
+        are left to the caller.
+    :param not_posted: called with the index of a receive that could not be posted again, and the exception.
+    :param sender: sender of the connection. Its ``return_credits()`` is called when so many are owed to the peer that a
+        message returns them, and ``use_credits()`` when the peer has returned some that may be awaited.
     """
 
     cdef Affinity owner
     cdef object what
+    cdef ReceiveRing ring
     cdef Inbox inbox
-    cdef object consumed
+    cdef object not_posted
+    cdef object sender
+    cdef Credits credits
+    cdef QueuePairVerbs requester       # posts receives again; None if all that arrives goes to ``wrap``
+    cdef uint64_t max_message
+    cdef public bint incomplete         # whether a message is incomplete, some fragments of which have arrived
+    cdef public uint32_t deferred       # number of credits of fragments that arrived while messages were unread
     cdef readonly MessageFrame frame    # the item of the inbox that is being received; None if no message of it is left
     cdef public object held             # the next message, taken from the inbox but not received; or None
     cdef public bint receiving          # whether a task waits for a message, or reads one
-    cdef public uint64_t received       # number of messages that the user has received
+    cdef readonly uint64_t received     # number of messages that the user has received
     cdef bint closed
 
-    def __init__(self, Affinity owner not None, what, Inbox inbox not None, consumed):
+    def __init__(self, Affinity owner not None, what, ReceiveRing ring not None, not_posted, sender):
         self.owner = owner
         self.what = what
-        self.inbox = inbox
-        self.consumed = consumed
+        self.ring = ring
+        self.inbox = ring.inbox
+        self.not_posted = not_posted
+        self.sender = sender
+
+    def start(self, Credits credit not None, QueuePairVerbs requester not None, uint64_t max_message):
+        """Handle messages from now on.
+
+        :param credit: credits of this end.
+        :param requester: queue pair of the receives.
+        :param max_message: size of the longest message accepted, in bytes.
+        """
+        self.credits = credit
+        self.requester = requester
+        self.max_message = max_message
+        self.ring.messages = self
+
+    def stop(self):
+        """Handle no further messages, because the peer may send none: what arrives goes to the inbox's ``wrap``."""
+        self.ring.messages = None
+
+    # ---- Arrival
+
+    cdef object _arrived(self, uint32_t index, const char *data, uint32_t length, uint32_t header):
+        # Return what has arrived in a receive as an item for the inbox, if it is whole messages, and post the receive
+        # again. Return None, with nothing done, for everything else, and for what violates the protocol.
+        cdef uint32_t returned = header >> CREDITS_AT & RETURNED_MASK
+        cdef uint32_t kind = header ^ returned << CREDITS_AT
+        cdef object item
+        if (
+            (kind != WHOLE_HEADER and kind != MESSAGES_HEADER)
+            or self.incomplete
+            or not self.credits._may_arrive(returned)
+        ):
+            return None
+        item = data[:length]
+        if kind == MESSAGES_HEADER:
+            try:
+                item = MessageFrame(item, self.max_message)
+            except ValueError:
+                return None
+        elif length > self.max_message:
+            return None
+        self.credits.peer_credits -= 1
+        self.credits.available += returned
+        try:
+            self.requester._post_receives(self.ring, index, 1)
+        except Exception as error:
+            self.not_posted(index, error)
+        if returned and self.credits.awaited:
+            self.sender.use_credits()
+        return item
+
+    # ---- Receiving
 
     def __len__(self):
         """Return the number of items that are not consumed, but for one that is `held`."""
@@ -242,7 +157,7 @@ cdef class UnreadMessages:
         if item is None:
             return None
         message = item if type(item) is bytes else self.open(item)
-        self._count_received()
+        self.finish()
         return message
 
     def take_into(self, buffer):
@@ -269,10 +184,45 @@ cdef class UnreadMessages:
                 length = self.frame._length()
                 memcpy(view.buf, self.frame._begin(), length)
                 self._go_on()
-                self._count_received()
+                self.finish()
         finally:
             PyBuffer_Release(&view)
         return length
+
+    def begin(self, str operation not None):
+        """Let no other task receive until `receiving` is reset.
+
+        :param operation: name of the caller's method, for the error message.
+        :returns: whether the next message is the next item of the inbox.
+        :raises BusyResourceError: another task is already waiting for a message.
+        :raises AffinityError: another event loop owns the connection.
+        """
+        self.owner._enter(self.what, operation)
+        self.owner._leave()
+        if self.receiving:
+            raise BusyResourceError("another task is already waiting for a message on this connection")
+        self.receiving = True
+        return self.held is None and self.frame is None
+
+    cpdef finish(self):
+        """Count a message that the user has received, and account for it: see `consume`."""
+        self.received += 1
+        self.consume()
+
+    cpdef consume(self):
+        """Account for the next message, which the user has received or the peer has withdrawn, and return credits,
+        unless it is followed by others that arrived in the same frame."""
+        cdef bint due
+        self.held = None
+        if self.frame is not None:
+            return
+        due = self.credits.on_consumed()
+        if self.deferred and not len(self.inbox):
+            while self.deferred:
+                self.deferred -= 1
+                due = self.credits.on_consumed()
+        if due:
+            self.sender.return_credits()
 
     def close(self):
         """Let `take` find no more messages, because this end has closed the connection."""
@@ -287,13 +237,6 @@ cdef class UnreadMessages:
         if self.receiving or self.held is not None or (self.frame is None and not self.inbox.ready):
             return False
         return not _turn_is_over(&self.inbox.queue.share, self.received if self.frame is not None else 0, 0)
-
-    cdef int _count_received(self) except -1:
-        # Count a message that the user has received.
-        self.received += 1
-        if self.frame is None:
-            self.consumed()
-        return 0
 
     cdef object _next_item(self, bint single):
         # Take the next item out of the inbox if it is a frame, or with `single`, bytes; else return None. Another
@@ -329,6 +272,6 @@ cdef class UnreadMessages:
     cdef void _go_on(self) noexcept:
         # Go on to the message after the next one. Forget the frame if no message of it is left.
         cdef MessageFrame frame = self.frame
-        frame.at += FRAME_LENGTH_BYTES + frame._length()
+        frame.at += NUMBER_BYTES + frame._length()
         if frame.at == len(frame.data):
             self.frame = None

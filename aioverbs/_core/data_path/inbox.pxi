@@ -261,7 +261,7 @@ def receive_into(requester, Inbox inbox not None, local):
     return requester._receive_into(inbox, local)
 
 
-def post_receives(requester, ReceiveRing ring not None, first, count):
+def post_receives(QueuePairVerbs requester not None, ReceiveRing ring not None, first, count):
     """Post consecutive receives of a ring.
 
     :param requester: queue pair to post to.

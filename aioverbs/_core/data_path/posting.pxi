@@ -1142,7 +1142,7 @@ cdef class QueuePairVerbs(SendVerbs):
         # Post a receive whose message goes to an inbox; the caller has made sure that the queue has a free place.
         return self._receive(local, True, inbox)
 
-    def _post_receives(self, ReceiveRing ring not None, uint32_t first, uint32_t count):
+    cpdef _post_receives(self, ReceiveRing ring, uint32_t first, uint32_t count):
         # Post receives of a ring: see `post_receives`.
         cdef section within
         cdef QpWorkState requests = _begin_posting(self, "ibv_post_recv", &within)

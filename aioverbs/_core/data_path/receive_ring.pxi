@@ -12,10 +12,11 @@ cdef class ReceiveRing:
     Any number of them costs one object and one slot: they share an operation, and the number of each is the element in
     its `wr_id`. `post_receives` posts them.
 
-    When a message arrives, its bytes are copied and the inbox's ``wrap`` is called with the index of the receive, the
-    bytes, the immediate data or None, and whether the sender wrote the data elsewhere (RDMA WRITE with immediate data),
-    so that there are no bytes. The receive is not posted then: ``wrap`` may post it again. When receives fail, the
-    inbox's ``unused`` is called with None, once for each failed receive or once for several.
+    When a message arrives that `UnreadMessages` does not take, its bytes are copied and the inbox's ``wrap`` is called
+    with the index of the receive, the bytes, the immediate data or None, and whether the sender wrote the data
+    elsewhere (RDMA WRITE with immediate data), so that there are no bytes. The receive is not posted then: ``wrap`` may
+    post it again. When receives fail, the inbox's ``unused`` is called with None, once for each failed receive or once
+    for several.
 
     :param inbox: inbox of the receive queue of a queue pair.
     :param memory: memory registered with ``LOCAL_WRITE``, of which each receive gets an equal part.
@@ -29,6 +30,7 @@ cdef class ReceiveRing:
     cdef uint32_t size                  # bytes of each receive
     cdef Operation operation            # stands for all receives that are posted; None if there are none
     cdef uint32_t pinned                # how often `memory` is pinned
+    cdef UnreadMessages messages        # takes what arrives first; None if all goes to the inbox
 
     def __init__(self, Inbox inbox not None, RegionSlice memory not None, count):
         if not 1 <= count <= SLOTS_ELEMENTS:
@@ -182,11 +184,14 @@ cdef class ReceiveRing:
         cdef bint written = wc.opcode == v.IBV_WC_RECV_RDMA_WITH_IMM
         cdef uint32_t length = 0 if written else min(wc.byte_len, self.size)
         cdef char *data = <char *>self.memory._address + <uint64_t>index * self.size
-        immediate = None
-        if wc.wc_flags & v.IBV_WC_WITH_IMM and not wc.wc_flags & v.IBV_WC_WITH_INV:
-            immediate = v.ntohl(wc.imm_data)
+        cdef bint has_immediate = wc.wc_flags & v.IBV_WC_WITH_IMM and not wc.wc_flags & v.IBV_WC_WITH_INV
+        message = None
         try:
-            message = self.inbox.wrap(index, data[:length], immediate, written)
+            if has_immediate and not written and self.messages is not None:
+                message = self.messages._arrived(index, data, length, v.ntohl(wc.imm_data))
+            if message is None:
+                immediate = v.ntohl(wc.imm_data) if has_immediate else None
+                message = self.inbox.wrap(index, data[:length], immediate, written)
         except Exception as error:
             return self.inbox._wrap_failed(error)
         return self.inbox._add_message(message)

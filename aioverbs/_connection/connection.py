@@ -15,6 +15,7 @@ from aioverbs._connection.gather import Payload
 from aioverbs._connection.grants import Grant, RemoteGrant
 from aioverbs._connection.handshake import Offer
 from aioverbs._connection.message_channel import ConnectionStatistics
+from aioverbs._connection.message_receiver import MessageReceiver
 from aioverbs._connection.one_sided import Local, OneSidedRequests, Remote
 from aioverbs._connection.settings import ConnectionSettings
 from aioverbs._connection.wire import FrameKind
@@ -64,6 +65,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         self._end: ConnectionEnd | None = None
         self._requests: OneSidedRequests  # those of `_end`
         self._frames: FrameSender  # of its channel, too
+        self._receiver: MessageReceiver
         self._unread: UnreadMessages
 
     # ---- Opening and closing
@@ -100,7 +102,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         lifecycle.stop, lifecycle.drain, lifecycle.drain_now = end.stop, end.drain, end.drain_now
         self._end, self._requests = end, end.requests
         channel = end.channel
-        self._frames, self._unread = channel.sender.frames, channel.receiver.unread
+        self._frames, self._receiver, self._unread = channel.sender.frames, channel.receiver, channel.receiver.unread
 
     async def open(self) -> "Connection":
         """Return this connection itself, after checking that it is open. ``async with`` calls this.
@@ -380,7 +382,9 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
             message = self._unread.take()
             if message is not None:
                 return message
-        received: bytes = await self._open_end().channel.receiver.receive()
+        else:
+            self._check_open()
+        received: bytes = await self._receiver.receive()
         return received
 
     async def receive_into(self, buffer: "Buffer") -> int:
@@ -405,8 +409,9 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
             length = self._unread.take_into(buffer)
             if length >= 0:
                 return length
-        received: int = await self._open_end().channel.receiver.receive_into(buffer)
-        return received
+        else:
+            self._check_open()
+        return await self._receiver.receive_into(buffer)
 
     def receive_buffer(self) -> Coroutine[Any, Any, memoryview]:
         """Wait for the next message, and return it in writable memory. Its immediate data, if it has any, is dropped.

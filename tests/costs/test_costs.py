@@ -88,18 +88,18 @@ COSTS = {
     # 16 in each. The C memory of a batch is allocated once; the await completes at once.
     "write in batches": Cost(8, {}, (89, 88), native=8),
     # HIGH_BANDWIDTH: 16 are posted in one turn of the loop, with one doorbell at its end.
-    "write together": Cost(8, {"epoll_wait": (16, 16)}, (305, 169)),
+    "write together": Cost(8, {"epoll_wait": (16, 16)}, (289, 153)),
     # The device is woken, and wakes the loop: one turn to arm the queue, one asleep, and on asyncio one for the task.
     "write by the thread": Cost(
         128,
         {"epoll_wait": (384, 256), "futex": (128, 128), "read": (128, 128)},
-        (4377, 921),
+        (4122, 666),
         {"device": {"futex": (128, 128), "write": (128, 128)}},
     ),
     "write in batches by the thread": Cost(
         8,
         {"epoll_wait": (24, 16), "futex": (8, 8), "read": (8, 8)},
-        (361, 145),
+        (346, 129),
         {"device": {"futex": (8, 8), "write": (8, 8)}},
         native=8,
     ),
@@ -111,23 +111,23 @@ COSTS = {
             "recvfrom": (464, 464),
             "sendmsg": (128, 128),
         },
-        (4762, 922),
+        (4506, 666),
         {"fabric": {"recvfrom": (128, 128), "sendmsg": (128, 128)}},
         within=CHECK_TOLERANCE,
     ),
     # A message is a send, and a receive that is posted again. Credits return with the echo. The receive wakes the peer.
-    "message": Cost(256, {"epoll_wait": (256, 128), "read": (129, 129), "write": (129, 129)}, (4954, 1754)),
+    "message": Cost(256, {"epoll_wait": (256, 128), "read": (129, 129), "write": (129, 129)}, (4698, 1498)),
     # 16 of them share a frame, and with it a send, a completion and a turn of the loop. Each becomes bytes, and each
     # call is a coroutine.
-    "messages together": Cost(18, {"epoll_wait": (9, 8), "read": (4, 8), "write": (5, 8)}, (693, 572)),
-    "message by Unix socket": Cost(256, MESSAGE_BY_SOCKET, (3812, 1754), within=CHECK_TOLERANCE),
-    "message by rings": Cost(256, MESSAGE_BY_RINGS, (3812, 1754), within=CHECK_TOLERANCE),
-    "message by TCP": Cost(256, MESSAGE_BY_SOCKET, (3812, 1754), within=CHECK_TOLERANCE),
+    "messages together": Cost(18, {"epoll_wait": (9, 8), "read": (4, 8), "write": (5, 8)}, (676, 555)),
+    "message by Unix socket": Cost(256, MESSAGE_BY_SOCKET, (3556, 1498), within=CHECK_TOLERANCE),
+    "message by rings": Cost(256, MESSAGE_BY_RINGS, (3556, 1498), within=CHECK_TOLERANCE),
+    "message by TCP": Cost(256, MESSAGE_BY_SOCKET, (3556, 1498), within=CHECK_TOLERANCE),
     # Each is read from the peer's memory, after a check that the peer still lives.
     "message of 32 KiB, direct": Cost(
         256,
         {**MESSAGE_BY_RINGS, "poll": (128, 128), "process_vm_readv": (128, 128)},
-        (3812, 1754),
+        (3556, 1498),
         within=CHECK_TOLERANCE,
     ),
     # Awaits that complete at once, with a turn of the loop after a number of them.

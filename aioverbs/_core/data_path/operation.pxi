@@ -2,6 +2,8 @@
 
 cdef object _get_running_loop = asyncio._get_running_loop
 cdef object _current_task = asyncio.current_task
+# Up to Python 3.11, that is a Python function, which looks up this dictionary.
+cdef dict _current_tasks = asyncio.tasks._current_tasks if sys.version_info < (3, 12) else None
 
 
 @cython.final
@@ -511,7 +513,7 @@ cdef PyObject *_caller(WorkQueue queue) except? NULL:
     loop = owner.loop if is_owner else _get_running_loop()
     if loop is None:
         return NULL
-    task = _current_task(loop)
+    task = _current_tasks.get(loop) if _current_tasks is not None else _current_task(loop)
     if task is None:
         return <PyObject *>loop
     return <PyObject *>task

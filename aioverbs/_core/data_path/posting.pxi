@@ -1324,7 +1324,12 @@ cdef bint _serves(CqDispatcher dispatcher, WorkQueue queue) except -1:
 cdef uint64_t _uint(object value, int bits, str name) except? 0xFFFFFFFFFFFFFFF7:
     # Return the value as a number; raise ValueError if it does not fit in `bits` bits, TypeError if it is not an
     # integer.
+    cdef int overflow = 0
+    cdef long long fast
     number = PyNumber_Index(value)          # __index__, since __int__ would truncate a float
+    fast = PyLong_AsLongLongAndOverflow(number, &overflow)
+    if not overflow and fast >= 0 and (bits >= 63 or not fast >> bits):
+        return <uint64_t>fast
     if number < 0 or number >> bits:
         raise ValueError(f"`{name}` must fit in {bits} bits, got {value}")
     return number

@@ -18,6 +18,8 @@ from aioverbs import (
     Device,
     WcStatus,
 )
+from aioverbs._connection.connection import end_of
+from aioverbs._connection.wire import FrameKind, header
 from aioverbs._verbs import qp_defaults as repeating
 from tests.capabilities import Capability, needs
 from tests.connections.ends import SMALL, deeper, pair, use_up
@@ -134,6 +136,16 @@ async def test_a_send_that_has_credit_lets_no_other_task_run(device: Device) -> 
         await ends.near.send([b"with ", b"credit"], immediate=1)
         await ends.near.send(b"and again")
         assert not turns
+
+
+async def test_a_frame_longer_than_a_buffer_is_refused(device: Device) -> None:
+    async with pair(device) as ends:
+        frames = end_of(ends.near).channel.sender.frames
+        credit = ends.near.traffic().credits
+        with pytest.raises(ValueError, match=r"1,025 bytes does not fit in a buffer of 1,024"):
+            _ = frames.post([memoryview(bytes(1000)), memoryview(bytes(25))], header(FrameKind.DATA))
+        assert ends.near.traffic().credits == credit
+        assert await _one(ends.near, ends.far, b"fine") == b"fine"
 
 
 async def test_send_nowait(device: Device) -> None:

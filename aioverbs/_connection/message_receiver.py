@@ -416,14 +416,14 @@ class MessageReceiver:
         if kind == FrameKind.ANNOUNCE:
             if self._state.eof_received:
                 raise ValueError("the peer announced a message after END")
-            self._assembly.drop()
+            self._drop_incomplete()
             return self.announced.add(number, data, flags)
         if flags:
             raise ValueError(f"the peer sent a message of kind {kind} with flags {flags:#x}, expected none")
         if kind == FrameKind.END:
             self._state.eof_received = True
             self.unread.stop()
-            self._assembly.drop()
+            self._drop_incomplete()
             close_inbox(self.inbox)
             self._on_control(FrameKind.END, number, b"")
         elif kind != FrameKind.CREDITS:
@@ -451,8 +451,13 @@ class MessageReceiver:
             raise ValueError("the peer sent messages after END")
         if flags or number:
             raise ValueError(f"the peer sent messages with flags {flags:#x} and number {number}, expected none")
-        self._assembly.drop()
+        self._drop_incomplete()
         return MessageFrame(data, self._max_message)
+
+    def _drop_incomplete(self) -> None:
+        """Drop the incomplete message, if there is one."""
+        self._assembly.drop()
+        self.unread.incomplete = False
 
     def _add_fragment(self, data: bytes, flags: int, number: int) -> object:
         """Add a fragment to a user message.
@@ -482,4 +487,4 @@ class MessageReceiver:
         if self._state.closed:
             self.unread.close()
         close_inbox(self.inbox, self._state.closed_error())
-        self._assembly.drop()
+        self._drop_incomplete()

@@ -24,7 +24,7 @@ from aioverbs import (
     listen,
 )
 from aioverbs._connection.connection import end_of
-from aioverbs._connection.wire import CREDITS_AT, HAS_IMMEDIATE, WHOLE, FrameKind, header
+from aioverbs._connection.wire import CREDITS_AT, FIRST, HAS_IMMEDIATE, TOTAL, WHOLE, FrameKind, header
 from aioverbs._core.data_path.data_path import MessageFrame
 from tests.capabilities import Capability, needs
 from tests.connections.ends import HOST, SMALL, cancel_by_its_task, deeper, pair, root_of, use_up
@@ -666,6 +666,23 @@ async def test_messages_after_the_end_break_the_connection(device: Device, immed
         _ = ends.near.qp.send(memory[:5], immediate=immediate)
         await until(lambda: ends.far.broken is not None)
         assert text in str(ends.far.broken)
+
+
+@pytest.mark.parametrize(("immediate", "data"), [(MESSAGES, frame(b"whole")), (WHOLE, b"whole")])
+async def test_a_whole_message_replaces_an_incomplete_one(device: Device, immediate: int, data: bytes) -> None:
+    """The sender of that one was cancelled. Another fragment of it violates the protocol."""
+    first = TOTAL.pack(100) + b"x"
+    async with pair(device) as ends, ends.domain.register(256) as memory:
+        for at, (each, bits) in enumerate(
+            [(first, header(FrameKind.DATA, FIRST)), (data, immediate), (data, immediate)]
+        ):
+            memory.buffer[64 * at : 64 * at + len(each)] = each
+            await ends.near.qp.send(memory[64 * at : 64 * at + len(each)], immediate=bits)
+        assert await receive_all(ends.far, 2) == [b"whole"] * 2
+        await ends.near.qp.send(memory[:1], immediate=header(FrameKind.DATA))
+        async with asyncio.timeout(patience(10)):
+            with pytest.raises(BrokenResourceError, match="without the first one"):
+                await ends.far.receive()
 
 
 @pytest.mark.parametrize("data", [b"", b"\0", b"\0\0\0\1", b"\0\0\0\5abcd", frame(b"a") + b"\0\0\0"])

@@ -212,15 +212,20 @@ cdef class UnreadMessages:
     cpdef consume(self):
         """Account for the next message, which the user has received or the peer has withdrawn, and return credits,
         unless it is followed by others that arrived in the same frame."""
+        cdef section within
         cdef bint due
         self.held = None
         if self.frame is not None:
             return
-        due = self.credits.on_consumed()
-        if self.deferred and not len(self.inbox):
-            while self.deferred:
-                self.deferred -= 1
-                due = self.credits.on_consumed()
+        section_enter(&within, _section(self.inbox.queue))  # another thread may handle what arrives
+        try:
+            due = self.credits.on_consumed()
+            if self.deferred and not len(self.inbox):
+                while self.deferred:
+                    self.deferred -= 1
+                    due = self.credits.on_consumed()
+        finally:
+            section_leave(&within)
         if due:
             self.sender.return_credits()
 

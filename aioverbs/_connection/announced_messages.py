@@ -147,6 +147,7 @@ class AnnouncedMessages:
 
     :param state: state of the channel.
     :param sender: sender of the same end, for the answers.
+    :param limit: number of messages that the peer may have unanswered at once.
     :param max_message: size of the longest message accepted from the peer, in bytes.
     :param memory: memory of the library for messages.
     :param spare: registered memory that nothing else uses.
@@ -156,6 +157,7 @@ class AnnouncedMessages:
         self,
         state: ChannelState,
         sender: MessageSender,
+        limit: int,
         max_message: int,
         memory: RecycledMemory,
         spare: RegionSlice,
@@ -167,17 +169,10 @@ class AnnouncedMessages:
         self._spare = spare
         self._spare_lock = asyncio.Lock()  # held while a message is read by pieces
         self._pace = _Pace()
-        self._limit = 0
+        self._limit = limit
         self._unanswered: dict[int, AnnouncedMessage] = {}  # by number
         # Numbers that the peer may still withdraw before it gets the answer, at most `_limit`.
         self._answered: list[int] = []
-
-    def start(self, limit: int) -> None:
-        """Accept announced messages from now on.
-
-        :param limit: number of messages that the peer may have unanswered at once.
-        """
-        self._limit = limit
 
     def add(self, number: int, data: bytes, flags: int) -> AnnouncedMessage | None:
         """Accept an announced message.
@@ -228,9 +223,8 @@ class AnnouncedMessages:
         if number in self._answered:
             self._answered.remove(number)
 
-    def discard(self) -> None:
-        """Drop all messages and all further ones, because this end receives no more."""
-        self._state.discards = True
+    def withdraw_all(self) -> None:
+        """Drop all messages, as `withdraw` does."""
         for number in tuple(self._unanswered):
             self.withdraw(number)
 

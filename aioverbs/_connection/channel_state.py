@@ -1,8 +1,9 @@
 """State of a message channel, which its sender and its receiver share, and the end of both."""
 
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Awaitable, Callable
+from typing import NoReturn, Protocol
 
+from aioverbs._connection.wire import FrameKind
 from aioverbs._lifecycle.affinity import Affinity, CrossLoopCondition, running_loop
 from aioverbs._verbs.queue_pair import QueuePair, qp_work_state_of
 from aioverbs.errors import (
@@ -17,10 +18,37 @@ from aioverbs.errors import (
 )
 from aioverbs.types import WcStatus
 
-__all__ = ["ChannelState"]
+__all__ = ["Announcement", "ChannelState", "ChannelUser"]
+
+Announcement = Awaitable[Callable[[], Awaitable[None]] | None]
+"""Awaitable that announces a message. Its result is a function to await after the lock of the sender is released, or
+None if the message has to be sent in fragments. See `Announcer.announce`."""
 
 # Statuses of requests that failed with the connection, and not by themselves.
 _ENDED_BY_CONNECTION = {WcStatus.WR_FLUSH_ERR, WcStatus.RETRY_EXC_ERR, WcStatus.RNR_RETRY_EXC_ERR}
+
+
+class ChannelUser(Protocol):
+    """What a message channel works for: one end of a connection."""
+
+    def on_control(self, kind: FrameKind, number: int, data: bytes) -> None:
+        """Handle a control message of the peer that does not concern messages.
+
+        :param kind: kind of the message.
+        :param number: number in its header.
+        :param data: its bytes.
+        :raises ValueError: the message violates the protocol.
+        """
+
+    def announce(self, parts: list[memoryview], immediate: int | None) -> Announcement:
+        """Announce a message. The caller holds the lock of the sender.
+
+        :param parts: the message.
+        :param immediate: the user's immediate data; None for none.
+        """
+
+    def on_ended(self) -> None:
+        """Handle that the channel has broken or is being closed. A broken channel that is closed calls this twice."""
 
 
 class ChannelState:
@@ -31,11 +59,13 @@ class ChannelState:
 
     :param qp: queue pair of type RC.
     :param owner: owner of the connection, even if any loop may use the queue pair.
+    :param user: what the channel works for.
     """
 
-    def __init__(self, qp: QueuePair, owner: Affinity) -> None:
+    def __init__(self, qp: QueuePair, owner: Affinity, user: ChannelUser) -> None:
         self.qp = qp
         self.owner = owner
+        self.user = user
         self.peer = "its peer"
         self.broken: BrokenResourceError | None = None
         self.closed = False
@@ -49,8 +79,7 @@ class ChannelState:
         self.receive_queue = work.receive_queue
         work.explain_failures(self._explain)
         work.require_sends()
-        self._callbacks: list[Callable[[], object]] = []
-        self._ended = CrossLoopCondition()  # notified when the channel breaks or is closed
+        self._ended: CrossLoopCondition | None = None  # notified when the channel breaks or is closed
 
     def __repr__(self) -> str:
         return f"<Connection with {self.peer}>"
@@ -64,18 +93,11 @@ class ChannelState:
         """
         self.owner.check(self, operation)
 
-    def when_ended(self, callback: Callable[[], object]) -> None:
-        """Call a function when the channel breaks or is closed, after those that were passed to earlier calls.
-
-        A broken channel that is closed calls it twice.
-        """
-        self._callbacks.append(callback)
-
     def _report_end(self) -> None:
-        """Wake the callers of `wait_broken`, then call the functions passed to `when_ended`, which may raise."""
-        self._ended.notify()
-        for callback in self._callbacks:
-            callback()
+        """Wake the callers of `wait_broken`, then call `ChannelUser.on_ended`, which may raise."""
+        if self._ended is not None:
+            self._ended.notify()
+        self.user.on_ended()
 
     def fail(self, reason: str, cause: BaseException | None = None) -> None:
         """Mark the channel as broken, fail all waiting callers and move the queue pair to ERR.
@@ -158,6 +180,8 @@ class ChannelState:
 
         :raises ClosedResourceError: the channel is closed.
         """
+        if self._ended is None:
+            self._ended = CrossLoopCondition()
         await self._ended.wait_while(lambda: self.broken is None and not self.closed)
         first = self.first_cause()
         if first is None:

@@ -152,7 +152,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
                     contextlib.suppress(BrokenResourceError, ClosedResourceError),
                     anyio.move_on_after(self._settings.close_timeout_s),
                 ):
-                    channel.receiver.announced.discard()
+                    channel.receiver.discard()
                     await await_while_busy(lambda: channel.sender.send_frame(FrameKind.END, last=True))
                     await await_while_busy(channel.sender.wait_delivered)
                     if end.announcer is not None:

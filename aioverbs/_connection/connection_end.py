@@ -3,12 +3,12 @@
 from collections.abc import Callable
 
 from aioverbs._connection.announcer import Announcer
+from aioverbs._connection.channel_state import Announcement
 from aioverbs._connection.control_channel import ControlChannel
 from aioverbs._connection.grants import Grants
 from aioverbs._connection.handshake import Capabilities, Offer
 from aioverbs._connection.liveness import Liveness
 from aioverbs._connection.message_channel import MessageChannel
-from aioverbs._connection.message_sender import Announcement
 from aioverbs._connection.one_sided import OneSidedRequests
 from aioverbs._connection.settings import ConnectionSettings
 from aioverbs._connection.wire import FrameKind
@@ -61,18 +61,27 @@ class ConnectionEnd:
     ) -> None:
         self.qp = qp
         self.peer: Offer | None = None  # the peer's offer, once it has arrived
-        self.channel = MessageChannel(qp, owner, block, settings, domain, self._on_control)
-        self.grants = grants = Grants(self.channel, domain.base.handle, settings.max_grants)
+        self.channel = MessageChannel(qp, owner, block, settings, domain, self)
         self.announcer: Announcer | None = None  # None until this end announces its first message
-        self.requests = OneSidedRequests(self.channel, grants, caller)
+        self.requests = OneSidedRequests(self.channel, caller)
         self.liveness = Liveness(self.channel, domain, settings.keep_alive_s)
         self.control: ControlChannel | None = None  # None until the handshake is complete
         self.closed_callback: Callable[[], object] | None = None
         self._lifecycle = lifecycle
         self._block = block
+        self._base = domain.base.handle
         self._cache = domain.cache
         self._settings = settings
-        self.channel.when_ended(self._on_channel_end)
+
+    @property
+    def grants(self) -> Grants:
+        """Memory of this end, and of the peer. Made when it is first used: most idle connections have none."""
+        grants = self.requests.grants
+        if grants is None:
+            grants = self.requests.grants = Grants(self.channel, self._base, self._settings.max_grants)
+            if self.channel.broken is not None or self.channel.closed:
+                grants.fail()
+        return grants
 
     def post_receives(self) -> None:
         """Move the queue pair to INIT and post its receives, unless an earlier call has done so.
@@ -94,25 +103,38 @@ class ConnectionEnd:
         self.peer = peer
         announces = Capabilities.ANNOUNCES in own.capabilities & peer.capabilities
         self.channel.start(peer.depth, peer.buffer_size, peer.max_message, handshake_messages, announces)
-        if announces:
-            self.channel.sender.announce = self._announce_first
 
-    def _on_control(self, kind: FrameKind, number: int, data: bytes) -> None:
+    # ---- Calls of the channel
+
+    def on_control(self, kind: FrameKind, number: int, data: bytes) -> None:
         """Handle a control message of the peer: see `Grants.on_frame`.
 
         :raises ValueError: the message violates the protocol.
         """
-        self.grants.on_frame(kind, number, data)
+        if kind is not FrameKind.END or self.requests.grants is not None:
+            self.grants.on_frame(kind, number, data)
 
-    def _announce_first(self, parts: list[memoryview], immediate: int | None) -> Announcement:
-        """Announce the first message: make what announces messages, which most idle connections never need.
+    def announce(self, parts: list[memoryview], immediate: int | None) -> Announcement:
+        """Announce a message: see `Announcer.announce`.
 
-        :returns: the awaitable that `Announcer.announce` returns.
         :raises VerbsError: the device cannot be queried.
         """
-        self.announcer = Announcer(self.channel, self.grants, self._cache, self._settings.receive_depth)
-        self.channel.sender.announce = self.announcer.announce
+        if self.announcer is None:
+            self.announcer = Announcer(self.channel, self.grants, self._cache, self._settings.receive_depth)
         return self.announcer.announce(parts, immediate)
+
+    def on_ended(self) -> None:
+        """Fail the tasks that wait for grants. If the message channel is broken, also abort the control channel, and
+        let the connection be dropped without a warning.
+        """
+        if self.requests.grants is not None:
+            self.requests.grants.fail()
+        if self.channel.broken is not None:
+            self._lifecycle.may_be_dropped = True
+            if self.control is not None:
+                self.control.abort()  # tells the peer
+
+    # ---- Steps of opening
 
     def start(self, control: ControlChannel) -> None:
         """Take over the control channel and begin to watch the peer. Call when the handshake is complete."""
@@ -122,18 +144,6 @@ class ConnectionEnd:
         self.control = control
         self.liveness.watch(control)
         self.liveness.start()
-
-    def _on_channel_end(self) -> None:
-        """Fail the tasks that wait for grants. If the message channel is broken, also abort the control channel, and
-        let the connection be dropped without a warning.
-
-        This is called when the message channel breaks or is closed.
-        """
-        self.grants.fail()
-        if self.channel.broken is not None:
-            self._lifecycle.may_be_dropped = True
-            if self.control is not None:
-                self.control.abort()  # tells the peer
 
     # ---- Steps of closing, which the lifecycle calls
 

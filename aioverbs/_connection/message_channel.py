@@ -1,14 +1,12 @@
 """Messages of any size over a queue pair, in both directions."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from aioverbs._connection.channel_state import ChannelState
+from aioverbs._connection.channel_state import ChannelState, ChannelUser
 from aioverbs._connection.credits import max_announced
 from aioverbs._connection.message_receiver import MessageReceiver
 from aioverbs._connection.message_sender import MessageSender
 from aioverbs._connection.settings import ConnectionSettings
-from aioverbs._connection.wire import FrameKind
 from aioverbs._core.data_path.data_path import Credits
 from aioverbs._exports import publish
 from aioverbs._lifecycle.affinity import Affinity
@@ -67,8 +65,7 @@ class MessageChannel(ChannelState):
     :param block: memory for the buffers.
     :param settings: sizes of this end.
     :param domain: domain that the memory for received messages is registered with.
-    :param on_control: called with the kind, number and bytes of each control message, except for CREDITS; raises
-        ValueError if the message violates the protocol.
+    :param user: what the channel works for.
     """
 
     def __init__(
@@ -78,17 +75,16 @@ class MessageChannel(ChannelState):
         block: LeasedBuffer,
         settings: ConnectionSettings,
         domain: Domain,
-        on_control: Callable[[FrameKind, int, bytes], None],
+        user: ChannelUser,
     ) -> None:
-        super().__init__(qp, owner)
+        super().__init__(qp, owner, user)
         self._settings = settings
         self._credits: Credits | None = None
         receives = settings.receive_depth + 1  # one more than the peer gets credits, for the handshake
-        receive_bytes, size = receives * settings.buffer_size, settings.buffer_size
-        self.sender = MessageSender(self, block[receive_bytes:-size], size)
-        self.receiver = MessageReceiver(
-            self, self.sender, block[:receive_bytes], receives, block[-size:], settings.max_message, domain, on_control
-        )
+        size = settings.buffer_size
+        receive_bytes = receives * size
+        self.sender = MessageSender(self, block, receive_bytes, settings.send_buffers, size)
+        self.receiver = MessageReceiver(self, self.sender, block[:receive_bytes], receives, block, settings, domain)
 
     def start(self, depth: int, buffer_size: int, max_message: int, handshake_messages: int, announces: bool) -> None:
         """Set the sizes and credits from the peer's offer. From now on, messages are framed.
@@ -105,10 +101,11 @@ class MessageChannel(ChannelState):
         own_depth = self._settings.receive_depth
         if announces:
             self._credits = Credits(depth + 1 - max_announced(depth), own_depth + 1 - max_announced(own_depth))
-            self.receiver.announced.start(max_announced(depth))
+            self.receiver.max_announced = max_announced(depth)
         else:
             self._credits = Credits(depth, own_depth)
-        self.sender.start(self._credits, depth, min(buffer_size, self._settings.buffer_size), max_message)
+        fragment_size = min(buffer_size, self._settings.buffer_size)
+        self.sender.start(self._credits, depth, fragment_size, max_message, announces)
         self.receiver.start(self._credits, handshake_messages)
 
     def _report_end(self) -> None:

@@ -1,7 +1,6 @@
 """Receiving of messages: posted receives, frames, reassembly, and the return of credits."""
 
 import functools
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import anyio
@@ -11,6 +10,7 @@ from aioverbs._connection.channel_state import ChannelState
 from aioverbs._connection.message_sender import MessageSender
 from aioverbs._connection.reassembly import Assembly, MessageWithImmediate
 from aioverbs._connection.recycled_memory import recycled_memory_of
+from aioverbs._connection.settings import ConnectionSettings
 from aioverbs._connection.wire import CREDITS_AT, FrameKind, parse_header
 from aioverbs._core.data_path.data_path import (
     Credits,
@@ -23,6 +23,7 @@ from aioverbs._core.data_path.data_path import (
     post_receives,
 )
 from aioverbs._lifecycle.turns import yield_to_loop
+from aioverbs._memory.buffer_pool import LeasedBuffer
 from aioverbs._verbs.base_domain import Domain
 from aioverbs.errors import (
     AffinityError,
@@ -56,11 +57,9 @@ class MessageReceiver:
     :param sender: sender of the same end, which returns credits and gets those that the peer returns.
     :param memory: memory of the receives.
     :param count: number of receives, one more than the peer gets credits.
-    :param spare: memory of the size of a receive that nothing else uses.
-    :param max_message: size of the longest message accepted from the peer, in bytes.
+    :param block: memory whose last buffer nothing else uses.
+    :param settings: sizes of this end.
     :param domain: domain that the memory for received messages is registered with.
-    :param on_control: called with the kind, number and bytes of each control message, except for CREDITS; raises
-        ValueError if the message violates the protocol.
     """
 
     def __init__(
@@ -69,18 +68,19 @@ class MessageReceiver:
         sender: MessageSender,
         memory: RegionSlice,
         count: int,
-        spare: RegionSlice,
-        max_message: int,
+        block: LeasedBuffer,
+        settings: ConnectionSettings,
         domain: Domain,
-        on_control: Callable[[FrameKind, int, bytes], None],
     ) -> None:
-        self.announced = AnnouncedMessages(state, sender, max_message, recycled_memory_of(domain), spare)
+        self.max_announced = 0  # number of messages that the peer may announce before it gets an answer
+        self._announced: AnnouncedMessages | None = None
+        self._recycled_memory = recycled_memory_of(domain)
+        self._block = block
+        self._settings = settings
         self._state = state
         self._sender = sender
-        self._on_control = on_control
         self._credits: Credits | None = None
-        self._assembly = Assembly(max_message)
-        self._max_message = max_message
+        self._assembly: Assembly | None = None  # None before the first fragment
         self._cache = domain.cache
         self._handshake_messages_left = _UNLIMITED
         self.inbox = Inbox(state.receive_queue, self._on_received, self._on_flushed)
@@ -109,7 +109,28 @@ class MessageReceiver:
     def _expect_frames(self) -> None:
         """Expect nothing but framed messages from now on."""
         assert self._credits is not None
-        self.unread.start(self._credits, self._state.qp, self._max_message)
+        self.unread.start(self._credits, self._state.qp, self._settings.max_message)
+
+    @property
+    def announced(self) -> AnnouncedMessages:
+        """Messages that the peer announced. Made when they are first used: most idle connections have none."""
+        if self._announced is None:
+            spare = self._block[-self._settings.buffer_size :]
+            self._announced = AnnouncedMessages(
+                self._state,
+                self._sender,
+                self.max_announced,
+                self._settings.max_message,
+                self._recycled_memory,
+                spare,
+            )
+        return self._announced
+
+    def discard(self) -> None:
+        """Drop all announced messages and all further ones, because this end receives no more."""
+        self._state.discards = True
+        if self._announced is not None:
+            self._announced.withdraw_all()
 
     # ---- Calls of the user
 
@@ -425,17 +446,18 @@ class MessageReceiver:
             self.unread.stop()
             self._drop_incomplete()
             close_inbox(self.inbox)
-            self._on_control(FrameKind.END, number, b"")
+            self._state.user.on_control(FrameKind.END, number, b"")
         elif kind != FrameKind.CREDITS:
             try:
                 known = FrameKind(kind)
             except ValueError:
                 raise ValueError(f"the peer sent a message of unknown kind {kind}") from None
-            if known is FrameKind.REVOKE and self.announced.withdraw(number):
-                return None
-            if known is FrameKind.GRANT:
-                self.announced.expect_no_withdrawal(number)
-            self._on_control(known, number, data)
+            if self._announced is not None:
+                if known is FrameKind.REVOKE and self._announced.withdraw(number):
+                    return None
+                if known is FrameKind.GRANT:
+                    self._announced.expect_no_withdrawal(number)
+            self._state.user.on_control(known, number, data)
         return None
 
     def _add_messages(self, data: bytes, flags: int, number: int) -> MessageFrame:
@@ -452,11 +474,12 @@ class MessageReceiver:
         if flags or number:
             raise ValueError(f"the peer sent messages with flags {flags:#x} and number {number}, expected none")
         self._drop_incomplete()
-        return MessageFrame(data, self._max_message)
+        return MessageFrame(data, self._settings.max_message)
 
     def _drop_incomplete(self) -> None:
         """Drop the incomplete message, if there is one."""
-        self._assembly.drop()
+        if self._assembly is not None:
+            self._assembly.drop()
         self.unread.incomplete = False
 
     def _add_fragment(self, data: bytes, flags: int, number: int) -> object:
@@ -472,6 +495,8 @@ class MessageReceiver:
             raise ValueError("the peer sent a message after END")
         if number:
             raise ValueError(f"the peer sent a user message with number {number}, expected 0")
+        if self._assembly is None:
+            self._assembly = Assembly(self._settings.max_message)
         whole = self._assembly.add(data, flags)
         self.unread.incomplete = whole is None
         if whole is not None:

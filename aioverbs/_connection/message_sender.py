@@ -5,7 +5,7 @@ import contextlib
 import functools
 import operator
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 
 import anyio
 
@@ -27,7 +27,7 @@ from aioverbs.errors import (
     WorkCompletionError,
 )
 
-__all__ = ["Announcement", "MessageSender", "check_immediate"]
+__all__ = ["MessageSender", "check_immediate"]
 
 _NULL_REMOTE = RemoteRegion(0, 0, 0)
 # Length from which a message is announced. Between two processes on soft0, fragments cost both about 100 us of CPU time
@@ -40,13 +40,6 @@ _SHARING_BYTES = 16 << 10
 # completions are handled later than messages that arrived after them.
 _OWN_REQUESTS_PER_RECEIVE = 4
 _PIECE_BYTES = 4 << 20  # of byte streams, so that the receiver can use the first bytes before the last ones arrive
-
-Announcement = Awaitable[Callable[[], Awaitable[None]] | None]
-"""Awaitable that announces a message. See `Announcer.announce`."""
-
-Announce = Callable[[list[memoryview], int | None], Announcement]
-"""Function that announces a message of some parts and immediate data. It returns a function to await after the lock is
-released, or None if the message has to be sent in fragments. See `Announcer.announce`."""
 
 
 class MessageSender:
@@ -63,22 +56,24 @@ class MessageSender:
         turn's end     posted
 
     :param state: state of the channel.
-    :param memory: memory of the send buffers.
-    :param buffer_size: size of a send buffer in bytes.
+    :param memory: memory that contains the send buffers.
+    :param start: number of the first byte of the first send buffer.
+    :param count: number of send buffers.
+    :param size: size of a send buffer in bytes.
     """
 
-    def __init__(self, state: ChannelState, memory: RegionSlice, buffer_size: int) -> None:
+    def __init__(self, state: ChannelState, memory: RegionSlice, start: int, count: int, size: int) -> None:
         self.waits = self.updates = 0
-        self.frames = FrameSender(state.owner, state, state.qp, state.receive_queue, memory, buffer_size)
+        self.frames = FrameSender(state.owner, state, state.qp, state.receive_queue, memory, start, count, size)
         self.fragment_size = 0  # bytes of a message that fit the buffers of both ends
         self._state = state
         self._qp = state.qp
         self._max_message = 0
         self._credits: Credits | None = None
-        self._lock = asyncio.Lock()  # held while a message is sent in more than one step
+        self._lock: asyncio.Lock | None = None  # held while a message is sent in more than one step
         self._waiter: asyncio.Future[None] | None = None  # the sender that waits for a credit
         self._awaited: Operation[None] | None = None  # the send that a sender awaited last, for its buffer
-        self.announce: Announce | None = None  # None if long messages are sent in fragments
+        self._announces = False  # False if long messages are sent in fragments
         self._pending_controls: dict[int, bool] = {}  # header: fenced; not sent yet for lack of a credit
         # By number: the announced messages that the peer has not answered, and whether a credit is reserved to withdraw
         # the message.
@@ -88,15 +83,17 @@ class MessageSender:
         self._max_own_requests = 0
         self._sent_slowly = 0
 
-    def start(self, credit: Credits, depth: int, fragment_size: int, max_message: int) -> None:
+    def start(self, credit: Credits, depth: int, fragment_size: int, max_message: int, announces: bool) -> None:
         """Begin to send framed messages, after the handshake.
 
         :param credit: credits of this end.
         :param depth: number of receives that the peer keeps posted, for credits and for answers.
         :param fragment_size: bytes of a message that fit the buffers of both ends.
         :param max_message: size of the longest message that the peer accepts, in bytes.
+        :param announces: whether both ends announce long messages.
         """
         self._credits = credit
+        self._announces = announces
         self._max_own_requests = _OWN_REQUESTS_PER_RECEIVE * (depth + 1)
         self.fragment_size = fragment_size
         self._max_message = max_message
@@ -178,6 +175,8 @@ class MessageSender:
     async def _exclusive(self) -> AsyncIterator[None]:
         """Wait for the lock, and hold it for the block."""
         self.frames.close()  # no message may overtake this sender
+        if self._lock is None:
+            self._lock = asyncio.Lock()
         self.frames.in_line += 1
         try:
             async with self._lock:
@@ -197,8 +196,8 @@ class MessageSender:
         finish = None
         async with self._exclusive():
             self._state.check_sending()
-            if self.announce is not None and length >= max(_ANNOUNCED_BYTES, self.fragment_size):
-                finish = await self.announce(parts, immediate)
+            if self._announces and length >= max(_ANNOUNCED_BYTES, self.fragment_size):
+                finish = await self._state.user.announce(parts, immediate)
             if finish is None:
                 await self._send_fragments(parts, length, immediate)
             self._sent_slowly += 1
@@ -275,7 +274,7 @@ class MessageSender:
 
         :param length: number of the bytes.
         """
-        if self.announce is None or length < max(_ANNOUNCED_BYTES, self.fragment_size):
+        if not self._announces or length < max(_ANNOUNCED_BYTES, self.fragment_size):
             return self.fragment_size
         return min(_PIECE_BYTES, self._max_message)
 

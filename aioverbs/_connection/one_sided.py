@@ -25,13 +25,12 @@ class OneSidedRequests:
     owns the domain, any loop may use the queue pair but only one may use the connection, which is checked here.
 
     :param channel: message channel of the connection.
-    :param grants: grants of the connection.
     :param caller: owner of the connection if the queue pair does not check its caller; else None.
     """
 
-    def __init__(self, channel: MessageChannel, grants: Grants, caller: Affinity | None) -> None:
+    def __init__(self, channel: MessageChannel, caller: Affinity | None) -> None:
+        self.grants: Grants | None = None  # of the connection; None before the first one
         self._channel = channel
-        self._grants = grants
         self._caller = caller
         self._qp = channel.qp
 
@@ -101,6 +100,6 @@ class OneSidedRequests:
         :raises GrantRevokedError: the peer has revoked the grant.
         """
         region = remote.remote if isinstance(remote, RemoteGrant) else remote
-        if self._grants.revoked:
-            self._grants.check(region)
+        if self.grants is not None and self.grants.revoked:
+            self.grants.check(region)
         return region

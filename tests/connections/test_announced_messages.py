@@ -536,7 +536,7 @@ async def test_a_send_cancelled_while_it_waits_for_another_is_not_sent(device: D
     async with pair(device) as ends:
         first = asyncio.create_task(ends.near.send(changeable(1)))
         await until(lambda: unread(ends.far))
-        await cancel(ends.near.send(changeable(2)), lambda: end_of(ends.near).channel.sender._lock.locked())
+        await cancel(ends.near.send(changeable(2)), lambda: end_of(ends.near).channel.sender.frames.in_line)
         third = asyncio.create_task(ends.near.send(changeable(3)))
         assert await ends.far.receive() == sample(LENGTH, 1)
         assert await ends.far.receive() == sample(LENGTH, 3)
@@ -1174,12 +1174,14 @@ async def test_memory_that_cannot_be_read_breaks_the_connection(device: Device, 
                 await receive(ends.far, how)
 
 
-async def test_withdrawn_messages_keep_their_credits_until_the_user_receives(device: Device) -> None:
+async def test_withdrawn_messages_keep_their_credits_until_the_user_receives(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A peer that announces and withdraws for ever makes this end keep no more than its credits allow."""
     async with talking(device) as (ends, send):
         free = ends.near.traffic().credits
         near = end_of(ends.near).channel
-        near.receiver._on_control = lambda *_: None
+        monkeypatch.setattr(near.user, "on_control", lambda *_: None)
         inbox = end_of(ends.far).channel.receiver.inbox
         count = 0
         while ends.near.traffic().credits > 2:
@@ -1221,10 +1223,10 @@ async def test_a_number_is_used_again_for_a_grant(device: Device) -> None:
         await settled(ends)
 
 
-async def test_a_number_is_used_again_for_a_message(device: Device) -> None:
+async def test_a_number_is_used_again_for_a_message(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     async with talking(device) as (ends, send), ends.domain.register(LENGTH, AccessFlags.REMOTE_READ) as memory:
         near = end_of(ends.near).channel
-        near.receiver._on_control = lambda *_: None
+        monkeypatch.setattr(near.user, "on_control", lambda *_: None)
         remote = memory.remote()
         for _ in range(3):
             near.sender._announced[1] = False

@@ -83,7 +83,7 @@ async def send_until_broken(ends: Pair, frames: Frames, memory: RegionSlice, aft
     near, far = traffic_of(ends.near), traffic_of(ends.far)
     near.sender.add_credits = lambda count: None  # type: ignore[method-assign]
     near.sender.return_credits = lambda: None  # type: ignore[method-assign]
-    near.receiver._on_control = lambda *_: None
+    near.user.on_control = lambda *_: None  # type: ignore[method-assign]
     sent = 0
     with contextlib.suppress(WorkCompletionError, BrokenResourceError):
         for immediate, data in frames:
@@ -158,7 +158,7 @@ async def test_an_internal_error_breaks_only_its_connection(device: Device, capl
         def fail(*_: object) -> None:
             raise RuntimeError("a planted mistake")
 
-        far.receiver._on_control = fail
+        far.user.on_control = fail  # type: ignore[method-assign]
         receiving = asyncio.create_task(ends.far.receive())
         await asyncio.sleep(0)
         await traffic_of(ends.near).sender.send_frame(FrameKind.REVOKE, 1)

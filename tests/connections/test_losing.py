@@ -200,11 +200,15 @@ async def test_an_exception_while_the_loss_is_reported(device: Device) -> None:
     async with pair(device) as ends:
         mistake = RuntimeError("a planted mistake")
 
+        end = end_of(ends.near)
+        on_ended = end.on_ended
+
         def fail() -> None:
+            on_ended()
             if not reported:
                 raise mistake
 
-        end_of(ends.near).channel.when_ended(fail)
+        end.on_ended = fail  # type: ignore[method-assign]
         ends.far.abort()
         async with asyncio.timeout(patience(10)):
             await ends.near.wait_lost()

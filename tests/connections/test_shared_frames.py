@@ -24,6 +24,7 @@ from aioverbs import (
     listen,
 )
 from aioverbs._connection.connection import end_of
+from aioverbs._connection.connection_end import ConnectionEnd
 from aioverbs._connection.wire import CREDITS_AT, FIRST, HAS_IMMEDIATE, TOTAL, WHOLE, FrameKind, header
 from aioverbs._core.data_path.data_path import MessageFrame
 from tests.capabilities import Capability, needs
@@ -581,21 +582,23 @@ async def test_a_frame_that_cannot_be_posted_holds_up_no_later_message(
         assert await ends.far.receive() == b"later"
 
 
-async def test_a_frame_takes_no_message_after_the_end_of_the_connection(device: Device) -> None:
+async def test_a_frame_takes_no_message_after_the_end_of_the_connection(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Even if a function fails that is called at the end."""
+    on_ended, errors = ConnectionEnd.on_ended, [ZeroDivisionError()]
+
+    def fail_once(end: ConnectionEnd) -> None:
+        if errors:
+            raise errors.pop()
+        on_ended(end)
+
+    monkeypatch.setattr(ConnectionEnd, "on_ended", fail_once)
     async with pair(device, USUAL) as ends:
         ends.near.send_nowait(b"1")
         ends.near.send_nowait(b"2")
-        channel = end_of(ends.near).channel
-        errors = [ZeroDivisionError()]
-
-        def fail_once() -> None:
-            if errors:
-                raise errors.pop()
-
-        channel.when_ended(fail_once)
         with pytest.raises(ZeroDivisionError):
-            channel.fail("for a reason")
+            end_of(ends.near).channel.fail("for a reason")
         with pytest.raises(BrokenResourceError, match="for a reason"):
             await ends.near.send(b"3")
         with pytest.raises(BrokenResourceError, match="for a reason"):

@@ -172,7 +172,7 @@ def _state_of(subject: Any) -> Any:
             channel.broken,
             channel.receiver.unread.receiving,
         )
-        yield channel.sender._lock.locked(), len(channel.receiver.inbox), len(channel.sender._pending_controls)
+        yield channel.sender.frames.in_line, len(channel.receiver.inbox), len(channel.sender._pending_controls)
         yield tuple(grants._local_grants), tuple(grants._remote_grants), len(grants._unread)
     for name in ("ended", "revoked", "addresses"):
         if hasattr(subject, name):

@@ -378,7 +378,15 @@ class Credits:
 class FrameSender:
     in_line: int
     def __init__(
-        self, owner: Affinity, what: object, requester: SendVerbs, queue: WorkQueue, memory: RegionSlice, size: int
+        self,
+        owner: Affinity,
+        what: object,
+        requester: SendVerbs,
+        queue: WorkQueue,
+        memory: RegionSlice,
+        start: int,
+        count: int,
+        size: int,
     ) -> None: ...
     @property
     def memory(self) -> RegionSlice: ...

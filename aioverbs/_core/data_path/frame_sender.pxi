@@ -46,7 +46,9 @@ cdef class FrameSender:
     :param what: the connection, for error messages.
     :param requester: queue pair to post to.
     :param queue: a queue of the queue pair.
-    :param memory: memory of one or more send buffers.
+    :param memory: memory that contains the send buffers.
+    :param start: number of the first byte of the first buffer.
+    :param count: number of the buffers.
     :param size: size of a send buffer in bytes.
     """
 
@@ -55,6 +57,7 @@ cdef class FrameSender:
     cdef SendVerbs requester
     cdef WorkQueue queue
     cdef readonly RegionSlice memory
+    cdef Py_ssize_t begin               # of the first buffer in the memory
     cdef uint32_t size
     cdef uint32_t count                 # of buffers
     cdef uint32_t next                  # buffer that is used next
@@ -83,6 +86,8 @@ cdef class FrameSender:
         SendVerbs requester not None,
         WorkQueue queue not None,
         RegionSlice memory not None,
+        Py_ssize_t start,
+        uint32_t count,
         uint32_t size,
     ):
         self.owner = owner
@@ -91,7 +96,8 @@ cdef class FrameSender:
         self.queue = queue
         self.memory = memory
         self.size = size
-        self.count = memory.length // size
+        self.begin = start
+        self.count = count
         self.sends = []
         self.refuses = True
 
@@ -155,13 +161,17 @@ cdef class FrameSender:
 
     cdef inline char *_buffer(self) noexcept:
         # Return the memory of the next buffer, which is free.
-        return <char *><uintptr_t>(self.memory._address + <uint64_t>self.next * self.size)
+        return <char *><uintptr_t>(self.memory._address + self._offset())
+
+    cdef inline Py_ssize_t _offset(self) noexcept:
+        # Return where the next buffer begins in the memory.
+        return self.begin + <Py_ssize_t>self.next * self.size
 
     cdef Operation _post(self, uint32_t length, int opcode, uint32_t header, bint grows):
         # Post the next buffer, with an opcode and immediate data. If that raises, the buffer is free again.
         cdef RegionSlice local = RegionSlice.__new__(RegionSlice)
         cdef Operation operation
-        local._set_part(self.memory, <Py_ssize_t>self.next * self.size, length)
+        local._set_part(self.memory, self._offset(), length)
         immediate = header if opcode == SEND_WITH_IMM else None
         if self.next == <uint32_t>len(self.sends):
             self.sends.append(None)

@@ -82,9 +82,8 @@ class MessageChannel(ChannelState):
         self._credits: Credits | None = None
         receives = settings.receive_depth + 1  # one more than the peer gets credits, for the handshake
         size = settings.buffer_size
-        receive_bytes = receives * size
-        self.sender = MessageSender(self, block, receive_bytes, settings.send_buffers, size)
-        self.receiver = MessageReceiver(self, self.sender, block[:receive_bytes], receives, block, settings, domain)
+        self.sender = MessageSender(self, block, receives * size, settings.send_buffers, size)
+        self.receiver = MessageReceiver(self, self.sender, block, receives, settings, domain)
 
     def start(self, depth: int, buffer_size: int, max_message: int, handshake_messages: int, announces: bool) -> None:
         """Set the sizes and credits from the peer's offer. From now on, messages are framed.

@@ -17,7 +17,6 @@ from aioverbs._core.data_path.data_path import (
     Inbox,
     MessageFrame,
     ReceiveRing,
-    RegionSlice,
     UnreadMessages,
     close_inbox,
     post_receives,
@@ -55,9 +54,8 @@ class MessageReceiver:
 
     :param state: state of the channel.
     :param sender: sender of the same end, which returns credits and gets those that the peer returns.
-    :param memory: memory of the receives.
+    :param block: memory that begins with that of the receives, and ends with a buffer that nothing else uses.
     :param count: number of receives, one more than the peer gets credits.
-    :param block: memory whose last buffer nothing else uses.
     :param settings: sizes of this end.
     :param domain: domain that the memory for received messages is registered with.
     """
@@ -66,9 +64,8 @@ class MessageReceiver:
         self,
         state: ChannelState,
         sender: MessageSender,
-        memory: RegionSlice,
-        count: int,
         block: LeasedBuffer,
+        count: int,
         settings: ConnectionSettings,
         domain: Domain,
     ) -> None:
@@ -84,7 +81,7 @@ class MessageReceiver:
         self._cache = domain.cache
         self._handshake_messages_left = _UNLIMITED
         self.inbox = Inbox(state.receive_queue, self._on_received, self._on_flushed)
-        self._ring = ReceiveRing(self.inbox, memory, count)
+        self._ring = ReceiveRing(self.inbox, block, count, settings.buffer_size)
         self.unread = UnreadMessages(state.owner, state, self._ring, self._on_not_posted, sender)
 
     def post_receives(self) -> None:

@@ -178,19 +178,17 @@ def test_fractions_are_refused_for_integers(objects: Objects, call: Call) -> Non
     assert objects.qp.query() == qp
 
 
-def test_a_failure_after_the_verb_destroys_the_object(
-    inline: software.Context, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(**_: int) -> QpCapabilities:
-        raise KeyboardInterrupt
-
+def test_a_failure_after_the_verb_destroys_the_object(inline: software.Context) -> None:
     pd = handles.ProtectionDomain(inline)
-    cq = handles.CompletionQueue(inline, 1)
     before = inline.counts()
-    with monkeypatch.context() as patch:
-        patch.setattr(handles, "QpCapabilities", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            handles.QueuePair(pd, cq, cq, QpCapabilities())
+
+    class Interrupted(AddressVector):
+        def __getattribute__(self, name: str) -> Any:
+            if inline.counts() != before:
+                raise KeyboardInterrupt
+            return super().__getattribute__(name)
+
+    with pytest.raises(KeyboardInterrupt):
+        handles.AddressHandle(pd, Interrupted(inline.query_gid(1, 1), sgid_index=1))
     assert inline.counts() == before
-    assert children(inline) == [pd, cq]
-    handles.QueuePair(pd, cq, cq)
+    assert children(inline) == [pd]

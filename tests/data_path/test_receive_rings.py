@@ -41,7 +41,7 @@ class Ring:
         self.pair = pair
         self.failed = 0
         self.inbox = Inbox(work.receive_queue, wrap, self.fail)
-        self.ring = ReceiveRing(self.inbox, pair.target[: count * SIZE] if memory is None else memory, count)
+        self.ring = ReceiveRing(self.inbox, pair.target[:] if memory is None else memory, count, SIZE)
 
     def fail(self, local: object) -> None:
         assert local is None
@@ -125,9 +125,12 @@ async def test_wrong_receives_of_a_ring_are_refused(device: Device) -> None:
             post_receives(pair.near, ring.ring, 0, 1)
         for count in (0, 1025):
             with pytest.raises(ValueError, match="count"):
-                ReceiveRing(ring.inbox, pair.target[:], count)
-        with pytest.raises(ValueError, match="3 bytes"):
-            ReceiveRing(ring.inbox, pair.target[:2], 3)
+                ReceiveRing(ring.inbox, pair.target[:], count, 1)
+        for size in (0, 2**31 + 1):
+            with pytest.raises(ValueError, match="size"):
+                ReceiveRing(ring.inbox, pair.target[:], 1, size)
+        with pytest.raises(ValueError, match="need 6 bytes"):
+            ReceiveRing(ring.inbox, pair.target[:5], 3, 2)
         async with pair.domain.register(64, AccessFlags(0)) as memory:
             with pytest.raises(ValueError, match="LOCAL_WRITE"):
                 Ring(pair, 2, memory[:]).post(0, 1)
@@ -163,7 +166,8 @@ async def test_a_message_that_does_not_fit_fails_the_ring(device: Device) -> Non
             await ring.send(bytes(SIZE + 1))
         with pytest.raises(WorkCompletionError, match="LOC_LEN_ERR"):
             await ring.next()
-        await until(lambda: ring.failed == 3)
+        await until(lambda: not pair.far.statistics().receives.in_flight)
+        assert ring.failed == 1
         assert pair.is_idle()
         with pytest.raises(BrokenResourceError):
             ring.post(0, 1)

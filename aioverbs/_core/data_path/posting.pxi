@@ -115,7 +115,7 @@ cdef class QpWorkState:
         self.read_sge = read_sge
         self.pd = pd
         self.opcodes = _opcodes_of_type.get(handle._type, 0)
-        depths = handle.capabilities
+        depths = handle._capabilities
         if sends is not None:
             self.send_queue = _queue(handle, self, sends, send_depth, depths.max_send_sge, make_scratch)
             self.send_queue.max_inline = depths.max_inline_data

@@ -44,7 +44,7 @@ cdef class WorkQueue:
     cdef readonly uint64_t bytes
     cdef readonly uint64_t doorbells
     cdef readonly uint32_t high_water
-    cdef dict errors                    # number of failed requests by status
+    cdef dict errors                    # number of failed requests by the number of their status
     cdef list inboxes                   # weak references to the inboxes that it fills; None if there are none
     cdef list still_pinned              # pins (_Run) of memory that the device may still write after an abandon
 
@@ -77,7 +77,9 @@ cdef class WorkQueue:
     def failed(self):
         """Numbers of failed requests by their status: a new dict of `WcStatus` to int, empty if no request has
         failed."""
-        return dict(self.errors) if self.errors is not None else {}
+        if self.errors is None:
+            return {}
+        return {_status(number): count for number, count in self.errors.copy().items()}
 
     def abandon(self, int status, error):
         """End all requests after the queue pair or shared receive queue has been destroyed. Iteration over inboxes ends
@@ -660,10 +662,9 @@ cdef class WorkQueue:
 
     cdef int _failed(self, Operation operation) except -1:
         # Count a failed request, and note that its queue pair is broken.
-        status = _status(operation.status)
         if self.errors is None:
             self.errors = {}
-        self.errors[status] = self.errors.get(status, 0) + 1
+        self.errors[operation.status] = self.errors.get(operation.status, 0) + 1
         if self.requests is not None:
             self.requests._work_failed(operation)
         return 0

@@ -15,13 +15,14 @@ cdef class ReceiveRing:
     When a message arrives that `UnreadMessages` does not take, its bytes are copied and the inbox's ``wrap`` is called
     with the index of the receive, the bytes, the immediate data or None, and whether the sender wrote the data
     elsewhere (RDMA WRITE with immediate data), so that there are no bytes. The receive is not posted then: ``wrap`` may
-    post it again. When receives fail, the inbox's ``unused`` is called with None, once for each failed receive or once
-    for several.
+    post it again. When receives fail, the inbox's ``unused`` is called with None, once until receives of the ring are
+    posted again.
 
     :param inbox: inbox of the receive queue of a queue pair.
-    :param memory: memory registered with ``LOCAL_WRITE``, of which each receive gets an equal part.
+    :param memory: memory registered with ``LOCAL_WRITE``, which begins with that of the receives.
     :param count: number of receives, 1..1024.
-    :raises ValueError: `count` is out of range, or the memory is shorter than one byte for each receive.
+    :param size: bytes of each receive, at least 1.
+    :raises ValueError: `count` or `size` is out of range, or the memory is shorter than all receives.
     """
 
     cdef Inbox inbox
@@ -31,16 +32,19 @@ cdef class ReceiveRing:
     cdef Operation operation            # stands for all receives that are posted; None if there are none
     cdef uint32_t pinned                # how often `memory` is pinned
     cdef UnreadMessages messages        # takes what arrives first; None if all goes to the inbox
+    cdef bint failed                    # whether a receive has failed since the last ones were posted
 
-    def __init__(self, Inbox inbox not None, RegionSlice memory not None, count):
+    def __init__(self, Inbox inbox not None, RegionSlice memory not None, count, size):
         if not 1 <= count <= SLOTS_ELEMENTS:
             raise ValueError(f"`count` must be from 1 to {SLOTS_ELEMENTS}, got {count}")
-        if len(memory) < count:
-            raise ValueError(f"{count} receives need at least {count} bytes, got {len(memory)}")
+        if not 1 <= size <= <Py_ssize_t>MAX_MESSAGE_BYTES:
+            raise ValueError(f"`size` must be from 1 to {<Py_ssize_t>MAX_MESSAGE_BYTES}, got {size}")
+        if len(memory) < count * size:
+            raise ValueError(f"{count} receives of {size} bytes need {count * size} bytes, got {len(memory)}")
         self.inbox = inbox
         self.memory = memory
         self.count = count
-        self.size = min(memory.length // count, <Py_ssize_t>MAX_MESSAGE_BYTES)
+        self.size = size
 
     cdef int _post(self, QpWorkState requests, uint32_t first, uint32_t count) except -1:
         # Post receives; see `post_receives`. The caller has begun the verb and checked the state of the queue pair.
@@ -56,6 +60,7 @@ cdef class ReceiveRing:
         if queue.first != NULL or queue.used + count > queue.limit:
             raise WouldBlock
         _check_piece(queue, self.memory, requests.pd, LOCAL_WRITE)
+        self.failed = False
         while done < count:
             step = min(count - done, <uint32_t>POSTED_AT_ONCE)
             self._post_some(queue, first + done, step)
@@ -171,7 +176,8 @@ cdef class ReceiveRing:
         try:
             if <int>wc.status == SUCCESS:
                 self._message(index, wc)
-            else:
+            elif not self.failed:
+                self.failed = True
                 self.inbox._receive_failed(operation, None)
         finally:
             if self.pinned:             # else the queue has taken the pins while the inbox's function ran

@@ -15,6 +15,7 @@ from aioverbs._core.abi.libibverbs cimport (
     ibv_mw,
     ibv_pd,
     ibv_qp,
+    ibv_qp_cap,
     ibv_qp_init_attr,
     ibv_srq,
     ibv_xrcd,
@@ -190,7 +191,7 @@ cdef class QueuePair(Handle):
     cdef readonly CompletionQueue recv_cq
     cdef readonly SharedReceiveQueue srq
     cdef readonly XrcDomain xrc_domain
-    cdef readonly object capabilities
+    cdef ibv_qp_cap _capabilities       # as the device granted them
     cdef object _pending_change         # weak reference to the Modification that suspends the gate, or None
     cdef list _resume_callbacks         # (loop, callback) to call after that modification
 

@@ -83,13 +83,7 @@ cdef class QueuePair(Handle):
                 error = self._create(attr)
             if not self.pointer:
                 raise self._verb_error(verb, error, self.pd._take_cause() if self.pd is not None else None)
-            self.capabilities = QpCapabilities(
-                max_send_wr=attr.cap.max_send_wr,
-                max_recv_wr=attr.cap.max_recv_wr,
-                max_send_sge=attr.cap.max_send_sge,
-                max_recv_sge=attr.cap.max_recv_sge,
-                max_inline_data=attr.cap.max_inline_data,
-            )
+            self._capabilities = attr.cap
             self._opened(f"{self.pointer.qp_num}")
         except BaseException:
             if self.pointer:
@@ -283,6 +277,11 @@ cdef class QueuePair(Handle):
         return gate_holders(&self._gate) >= GATE_CLOSED
 
     @property
+    def capabilities(self):
+        """The granted `QpCapabilities`."""
+        return _capabilities(&self._capabilities)
+
+    @property
     def state(self):
         """The last known `QpState`: the state to which the queue pair was moved, that `query` found, or into which the
         queue pair is known to have failed. No verb is called, and this never raises, even after `destroy`."""
@@ -325,13 +324,7 @@ cdef class QueuePair(Handle):
             sq_psn=attr.sq_psn,
             dest_qp_num=attr.dest_qp_num,
             qp_access_flags=AccessFlags(attr.qp_access_flags),
-            cap=QpCapabilities(
-                max_send_wr=attr.cap.max_send_wr,
-                max_recv_wr=attr.cap.max_recv_wr,
-                max_send_sge=attr.cap.max_send_sge,
-                max_recv_sge=attr.cap.max_recv_sge,
-                max_inline_data=attr.cap.max_inline_data,
-            ),
+            cap=_capabilities(&attr.cap),
             av=AddressHandle.read(&attr.ah_attr),
             pkey_index=attr.pkey_index,
             port_num=attr.port_num,
@@ -576,3 +569,14 @@ def _modification(
         attr.en_sqd_async_notify = bool(en_sqd_async_notify)
     change.mask = mask
     return change
+
+
+cdef object _capabilities(const v.ibv_qp_cap *cap):
+    # Return the `QpCapabilities` for the numbers of the ABI.
+    return QpCapabilities(
+        max_send_wr=cap.max_send_wr,
+        max_recv_wr=cap.max_recv_wr,
+        max_send_sge=cap.max_send_sge,
+        max_recv_sge=cap.max_recv_sge,
+        max_inline_data=cap.max_inline_data,
+    )

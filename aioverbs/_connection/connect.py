@@ -34,6 +34,7 @@ __all__ = [
     "uses_rdma_cm",
 ]
 
+_DEFAULT_SETTINGS = ConnectionSettings()
 _CM_RESOLVE_TIMEOUT_S = 2.0  # limit of address resolution in "auto" mode: a peer without rdma_cm may still accept TCP
 
 Transport = Literal["tcp", "rdmacm", "auto"]
@@ -174,7 +175,7 @@ def connect(
         awaited or entered: the device does not have the port or GID of the settings or does not support their queue
         depths, the device is a software device and `transport` is ``"rdmacm"``, or the domain cannot use ``spin_ns``.
     """
-    chosen = settings if settings is not None else ConnectionSettings()
+    chosen = settings if settings is not None else _DEFAULT_SETTINGS
     check_socket_port(port, lowest=1)
     check_secret(secret)
     check_transport(transport, ssl)

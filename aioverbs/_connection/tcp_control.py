@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import errno
 import socket
 import ssl as tls
 from collections.abc import Awaitable, Callable
@@ -272,7 +271,6 @@ async def connect_tcp(
     _, control = await running_loop().create_connection(
         TcpControlChannel, host, port, ssl=context, server_hostname=name
     )
-    _no_delay(control)
     return control
 
 
@@ -292,21 +290,4 @@ async def accept_tcp(sock: socket.socket, context: tls.SSLContext | None, timeou
     except BaseException:
         sock.close()
         raise
-    _no_delay(control)
     return control
-
-
-def _no_delay(control: TcpControlChannel) -> None:
-    """Set TCP_NODELAY on the socket of a channel, so that each message is sent at once.
-
-    If the peer has already closed the connection, do nothing.
-
-    :raises OSError: the option cannot be set for another reason.
-    """
-    assert control._transport is not None
-    sock = control._transport.get_extra_info("socket")
-    try:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    except OSError as error:  # closed by the peer already
-        if error.errno not in (errno.EINVAL, errno.ENOTCONN):
-            raise

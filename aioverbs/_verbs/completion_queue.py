@@ -429,26 +429,23 @@ class CompletionQueue(AsyncEventSource[handles.CompletionQueue]):
 
 
 class CqReservation:
-    """Entries that one queue has reserved in its completion queues. The queue's lifecycle releases them on closing."""
+    """Entries that a queue has reserved in a completion queue. The queue's lifecycle releases them on closing.
 
-    def __init__(self) -> None:
-        self._reserved: list[tuple[CompletionQueue, int]] = []
+    :param cq: the completion queue.
+    :param completions: number of entries to reserve.
+    :raises ValueError: the completion queue does not have that many unreserved entries left.
+    """
 
-    def reserve(self, cq: CompletionQueue | None, completions: int) -> None:
-        """Reserve entries in a completion queue and remember them for `destroy`.
+    __slots__ = ("_completions", "_cq")
 
-        :param cq: the completion queue; None to do nothing.
-        :param completions: number of entries to reserve.
-        :raises ValueError: the completion queue does not have that many unreserved entries left.
-        """
-        if cq is not None:
-            cq._reserve(completions)
-            self._reserved.append((cq, completions))
+    def __init__(self, cq: CompletionQueue, completions: int) -> None:
+        cq._reserve(completions)
+        self._cq = cq
+        self._completions = completions
 
     def destroy(self) -> None:
-        """Release all entries that `reserve` has reserved, in all completion queues."""
-        for cq, completions in self._reserved:
-            cq._release(completions)
+        """Release the entries."""
+        self._cq._release(self._completions)
 
 
 async def retry_while_busy(verb: Callable[[], object]) -> bool:

@@ -217,12 +217,11 @@ class QueuePair(Connectable, QueuePairVerbs):
     def _open(self) -> None:
         wanted = self._wanted
         self._check(wanted)
-        reservation = CqReservation()
-        self._lifecycle.hold(reservation)
-        reservation.reserve(self._send_cq, wanted.max_send_wr)
-        if self._srq is None:
-            reservation.reserve(self._recv_cq, wanted.max_recv_wr)
-        flusher = _Flusher()
+        if self._send_cq is not None:
+            self._lifecycle.hold(CqReservation(self._send_cq, wanted.max_send_wr))
+        if self._recv_cq is not None and self._srq is None:
+            self._lifecycle.hold(CqReservation(self._recv_cq, wanted.max_recv_wr))
+        flusher = _Flusher(self._lifecycle, self._queue_location)
         self._lifecycle.hold(flusher)
         if self.qp_type is QpType.UD:
             wanted = replace(wanted, max_recv_sge=wanted.max_recv_sge + 1)  # one more entry for the route (GRH)
@@ -308,7 +307,7 @@ class QueuePair(Connectable, QueuePairVerbs):
             chains=self._send_cq is not None and self._send_cq.message_model is MessageModel.HIGH_BANDWIDTH,
             most_bytes=handle.context.max_message(self._port),
             read_sge=handle.context.attributes.max_sge_rd or 0xFFFFFFFF,  # some devices report no limit
-            make_scratch=functools.partial(_scratch, lifecycle, location),
+            make_scratch=flusher.make_scratch,
         )
         flusher.begin(handle, work)
         self._work = work
@@ -469,18 +468,6 @@ def _slice(local: RegionSlice | MemoryRegion) -> RegionSlice:
     return local[:] if isinstance(local, MemoryRegion) else local
 
 
-def _scratch(lifecycle: Lifecycle, location: QueueLocation | None, size: int) -> RegionSlice:
-    """Allocate and register `size` bytes, and return the whole memory as a slice. It exists as long as the queue pair.
-
-    The device writes the old values of atomics and the routes (GRH) of datagrams to this memory.
-
-    :raises VerbsError: the memory cannot be registered.
-    :raises OSError: the memory cannot be mapped.
-    """
-    assert location is not None
-    return register_queue_memory(lifecycle, location.base, size)
-
-
 def qp_work_state_of(qp: QueuePair) -> QpWorkState | None:
     """Return the `QpWorkState` of a queue pair; None if the queue pair was never opened."""
     return qp._work
@@ -490,9 +477,16 @@ class _Flusher:
     """Ends the work requests of a queue pair when it is closed.
 
     The lifecycle refers to this object instead of the user's `QueuePair`, which can then be garbage collected.
+
+    :param lifecycle: node of the queue pair.
+    :param location: verbs objects with which the domain makes its queues; None for XRC_RECV.
     """
 
-    def __init__(self) -> None:
+    __slots__ = ("_handle", "_leave_srq", "_lifecycle", "_location", "_poll_recv_cq", "_work", "inbox")
+
+    def __init__(self, lifecycle: Lifecycle, location: QueueLocation | None) -> None:
+        self._lifecycle = lifecycle
+        self._location = location
         self._handle: handles.QueuePair | None = None
         self._work: QpWorkState | None = None
         self.inbox: Inbox | None = None
@@ -502,6 +496,17 @@ class _Flusher:
     def begin(self, handle: handles.QueuePair, work: QpWorkState) -> None:
         """Set the queue pair whose work requests are to be ended. Call once, when the queue pair has been created."""
         self._handle, self._work = handle, work
+
+    def make_scratch(self, size: int) -> RegionSlice:
+        """Allocate and register `size` bytes, and return all of them as a slice. They exist as long as the queue pair.
+
+        The device writes the old values of atomics and the routes (GRH) of datagrams to this memory.
+
+        :raises VerbsError: the memory cannot be registered.
+        :raises OSError: the memory cannot be mapped.
+        """
+        assert self._location is not None
+        return register_queue_memory(self._lifecycle, self._location.base, size)
 
     def use_srq(self, leave_srq: Callable[[], None], poll_recv_cq: Callable[[], None]) -> None:
         """Record that the queue pair uses a shared receive queue, so that `destroy` unregisters it from that queue.

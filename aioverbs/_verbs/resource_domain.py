@@ -7,7 +7,7 @@ from aioverbs._core.handles import handles
 from aioverbs._exports import publish
 from aioverbs._lifecycle.affinity import Affinity, ThreadModel, owner_for, run_on_owner
 from aioverbs._lifecycle.lifecycle import ResourceState
-from aioverbs._lifecycle.resource import Resource, lifecycle_of, open_part_now
+from aioverbs._lifecycle.resource import Resource, check_open, lifecycle_of, open_part_now
 from aioverbs._verbs.completion_queue import MessageModel, QueueLocation
 from aioverbs._verbs.protection_domain import (
     InterchangeableDomain,
@@ -74,6 +74,7 @@ class ResourceDomain(InterchangeableDomain):
         check_same_device(device, device_context, self._pd)
         self._td: ThreadDomain | None = None
         self._parent: ParentDomain | None = None
+        self._location: QueueLocation | None = None
         self.thread_model = ThreadModel(thread_model)
         self.message_model = MessageModel(message_model)
         self.allocator = checked_allocator(allocator)
@@ -109,7 +110,10 @@ class ResourceDomain(InterchangeableDomain):
         # A given protection domain has both this domain and the parent domain as children.
         lifecycle_of(parent).close_last = not owns_pd
         open_part_now(parent, keeps_parents=False)
-        self._handle = self._parent.handle
+        self._handle = parent.handle
+        self._location = QueueLocation(
+            parent.handle, self._pd.handle, parent.owner, parent.native, self.message_model
+        )  # one for all queues
 
     @property
     def base(self) -> ProtectionDomain:
@@ -134,8 +138,10 @@ class ResourceDomain(InterchangeableDomain):
         return self._parent
 
     def _queue_location(self) -> QueueLocation:
-        found = self.parent._queue_location()
-        return QueueLocation(found.pd, found.base, found.owner, found.native, self.message_model)
+        check_open(self.parent)
+        check_open(self._pd)
+        assert self._location is not None
+        return self._location
 
     @property
     def native(self) -> bool:

@@ -90,9 +90,8 @@ class SharedReceiveQueue(FillableQueue):
         max_wr, max_sge, limit = self._sizes
         context = self._queue_location.pd.context
         check_shared_receive_queue(context.name, context.attributes, max_wr, max_sge, limit)
-        reservation = CqReservation()
-        self._lifecycle.hold(reservation)
-        reservation.reserve(self._cq, max_wr)
+        if self._cq is not None:
+            self._lifecycle.hold(CqReservation(self._cq, max_wr))
         cleanup = _ReceiveCleanup()
         self._lifecycle.hold(cleanup)
         self._handle = handles.SharedReceiveQueue(

@@ -5,6 +5,7 @@ from typing import NoReturn, Protocol
 
 from aioverbs._connection.wire import FrameKind
 from aioverbs._lifecycle.affinity import Affinity, CrossLoopCondition, running_loop
+from aioverbs._verbs.qp_modify import fail_now
 from aioverbs._verbs.queue_pair import QueuePair, qp_work_state_of
 from aioverbs.errors import (
     AffinityError,
@@ -61,6 +62,21 @@ class ChannelState:
     :param owner: owner of the connection, even if any loop may use the queue pair.
     :param user: what the channel works for.
     """
+
+    __slots__ = (
+        "_ended",
+        "broken",
+        "closed",
+        "discards",
+        "eof_received",
+        "eof_sent",
+        "loop",
+        "owner",
+        "peer",
+        "qp",
+        "receive_queue",
+        "user",
+    )  # fmt: skip
 
     def __init__(self, qp: QueuePair, owner: Affinity, user: ChannelUser) -> None:
         self.qp = qp
@@ -159,7 +175,7 @@ class ChannelState:
         try:
             work = qp_work_state_of(self.qp)
             if work is not None and work.broken is None:
-                self.qp.to_error()
+                fail_now(self.qp)
         except ConcurrentAccessError:  # a thread is inside a verb on the unlocked domain: retry soon
             self.loop.call_soon(self._end_queue_pair)
         except BusyResourceError:  # a modify is in flight in a thread: retry after it

@@ -273,20 +273,20 @@ def _make_offer(qp: QueuePair, settings: ConnectionSettings) -> Offer:
     :raises ClosedResourceError: the queue pair is closed.
     """
     context = qp.handle.context
-    atomics = AtomicCap(context.attributes.atomic_cap)
-    capabilities = Capabilities(0)
+    atomics = context.attributes.atomic_cap
+    capabilities = 0
     if atomics is not AtomicCap.NONE:
-        capabilities |= Capabilities.ATOMICS
+        capabilities |= int(Capabilities.ATOMICS)
     if has_windows(context):
-        capabilities |= Capabilities.WINDOWS
+        capabilities |= int(Capabilities.WINDOWS)
     if context.attributes.max_qp_rd_atom and context.attributes.max_qp_init_rd_atom:
-        capabilities |= Capabilities.ANNOUNCES
+        capabilities |= int(Capabilities.ANNOUNCES)
     return Offer(
         _endpoint(qp),
         settings.buffer_size,
         settings.receive_depth,
         settings.max_message,
-        capabilities,
+        Capabilities(capabilities),
         atomics,
         context.name,
     )

@@ -110,6 +110,7 @@ class Capabilities(enum.IntFlag):
 
 
 NO_CAPABILITIES = Capabilities(0)
+_KNOWN_CAPABILITIES = sum(Capabilities)
 
 
 def _protocol_error(text: str) -> HandshakeError:
@@ -226,7 +227,7 @@ class Offer:
         name, proof = body[_OFFER.size : _OFFER.size + length], body[_OFFER.size + length :]
         if len(name) != length or length > _MAX_NAME_BYTES or len(proof) != proof_bytes:
             raise _protocol_error(f"the lengths inside OFFER do not add up to its {len(body)} bytes")
-        known = Capabilities(capabilities & sum(Capabilities))
+        known = Capabilities(capabilities & _KNOWN_CAPABILITIES)
         try:
             offer = cls(
                 Endpoint.from_bytes(endpoint),

@@ -88,12 +88,13 @@ class Liveness:
     :param keep_alive_s: time in seconds after which a silent peer counts as lost; None for no limit.
     """
 
+    __slots__ = ("_channel", "_control", "_domain", "_keep_alive_s", "_last_completed", "_ticker")
+
     def __init__(self, channel: MessageChannel, domain: Domain, keep_alive_s: float | None) -> None:
         self._channel = channel
         self._domain = domain
         self._keep_alive_s = keep_alive_s
         self._control: ControlChannel | None = None
-        self._loop = running_loop()
         self._ticker: Ticker | None = None
         self._last_completed = -1
 
@@ -149,11 +150,11 @@ class Liveness:
         if self._channel.closed:
             return
         if not self._channel.poll():
-            self._loop.call_soon(self._on_lost, error)
+            self._channel.loop.call_soon(self._on_lost, error)
         elif self._channel.eof_received or self._channel.discards:
             self._fail_lost(error)
         else:
-            self._loop.call_later(_LINGER_S, self._fail_lost, error)
+            self._channel.loop.call_later(_LINGER_S, self._fail_lost, error)
 
     def _fail_lost(self, error: Exception) -> None:
         """Fail the message channel because of the exception `error`, unless the channel is closed.
@@ -163,7 +164,7 @@ class Liveness:
         if self._channel.closed:
             return
         if not self._channel.poll():
-            self._loop.call_soon(self._fail_lost, error)
+            self._channel.loop.call_soon(self._fail_lost, error)
         elif self._channel.eof_received:
             self._channel.fail("the peer closed the connection")
         elif isinstance(error, DeviceRemovedError):

@@ -68,6 +68,8 @@ class MessageChannel(ChannelState):
     :param user: what the channel works for.
     """
 
+    __slots__ = ("_credits", "_settings", "receiver", "sender")
+
     def __init__(
         self,
         qp: QueuePair,

@@ -28,6 +28,8 @@ class OneSidedRequests:
     :param caller: owner of the connection if the queue pair does not check its caller; else None.
     """
 
+    __slots__ = ("_caller", "_channel", "_qp", "grants")
+
     def __init__(self, channel: MessageChannel, caller: Affinity | None) -> None:
         self.grants: Grants | None = None  # of the connection; None before the first one
         self._channel = channel

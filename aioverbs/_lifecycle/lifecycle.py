@@ -303,11 +303,6 @@ class Lifecycle:
         """File and line of the user's code that made the resource, as ``"file.py:12"``; ``"?"`` if unknown."""
         return format_site(self._site)
 
-    @property
-    def has_site(self) -> bool:
-        """True if the place in the user's code that made the resource is known."""
-        return self._site is not None
-
     def inherit_site(self, other: "Lifecycle") -> None:
         """Use the creation site of another resource as that of this one, in messages and in `created`.
 

@@ -106,8 +106,10 @@ class Resource(anyio.abc.AsyncResource):
                 raise TypeError(
                     f"{type(self).__name__} is made from other resources, such as a domain, not from {parent!r}"
                 )
-        self._lifecycle = Lifecycle(type(self).__name__, creation_site(), weakref.ref(self))
-        if parents and not self._lifecycle.has_site:  # a task of the library makes it, such as that of a server
+        is_part = bool(parents) and parents[0].state is ResourceState.OPENING  # made while the parent is being opened
+        site = None if is_part else creation_site()
+        self._lifecycle = Lifecycle(type(self).__name__, site, weakref.ref(self))
+        if parents and site is None:  # if it is no part: a task of the library makes it, such as that of a server
             self._lifecycle.inherit_site(parents[0]._lifecycle)
         self._parents = parents
 

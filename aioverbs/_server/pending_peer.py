@@ -38,6 +38,21 @@ class PendingPeer:
         the reason.
     """
 
+    __slots__ = (
+        "_control",
+        "_counted",
+        "_loop",
+        "_on_state_change",
+        "address",
+        "endpoint",
+        "is_cancelled",
+        "is_expiring",
+        "silence",
+        "state",
+        "timeout",
+        "worker",
+    )  # fmt: skip
+
     def __init__(
         self,
         endpoint: CmControlChannel | socket.socket,

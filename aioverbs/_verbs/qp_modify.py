@@ -609,6 +609,14 @@ def init_new(qp: Connectable, access: AccessFlags) -> None:
     qp._transition(_INIT, QpAttrs(pkey_index=0, port_num=qp._port, qp_access_flags=access), None)
 
 
+def fail_now(qp: Connectable) -> None:
+    """Move a queue pair to ERR, as `Connectable.to_error` does, without querying its state.
+
+    :raises Exception: whatever `Connectable.to_error` raises, but `VerbsError` if the queue pair is in RESET.
+    """
+    qp._transition(QpState.ERR, QpAttrs(), None)
+
+
 async def establish_cancellable(qp: Connectable, remote: Endpoint, attributes: QpAttrs) -> None:
     """Connect a queue pair as `Connectable.establish` does, but raise a cancellation immediately.
 

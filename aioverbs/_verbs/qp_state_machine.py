@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from operator import index
-from typing import NamedTuple, Self, TypedDict, cast
+from typing import Any, NamedTuple, Self, TypedDict, cast
 
 from aioverbs.attributes import AddressVector, DeviceAttributes, PortAttributes
 from aioverbs.errors import TransitionError
@@ -257,15 +257,23 @@ def transition(
     :raises TypeError: the value of a numeric attribute is not an integer.
     """
     required, optional = transition_rule(qp_type, state, wanted)
-    chosen: dict[str, object] = {name: value for name, value in (defaults or {}).items() if name in required}
+    chosen: dict[str, Any] = {name: value for name, value in (defaults or {}).items() if name in required}
     chosen.update(attributes)
-    missing = tuple(sorted(required - chosen.keys()))
-    unexpected = tuple(sorted(chosen.keys() - required - optional))
+    missing = required - chosen.keys()
+    unexpected = chosen.keys() - required - optional
     wrong = dict(_invalid_values(chosen, state, limits or Limits()))
     if draining and state is wanted is QpState.SQD:
         wrong["sq_draining"] = "requests in flight must complete first: wait for EventType.SQ_DRAINED"
     if missing or unexpected or wrong:
-        raise TransitionError(qp_type, state, wanted, missing, unexpected, wrong, reachable(qp_type, state))
+        raise TransitionError(
+            qp_type,
+            state,
+            wanted,
+            tuple(sorted(missing)),
+            tuple(sorted(unexpected)),
+            wrong,
+            reachable(qp_type, state),
+        )
     return cast(QpAttrs, chosen)
 
 
@@ -298,9 +306,10 @@ def plan(
     left: dict[str, object] = dict(attributes)
     steps: list[tuple[QpState, QpAttrs]] = []
     for number, wanted in enumerate(remaining, 1):
-        takes = transition_rule(qp_type, state, wanted)
-        names = left.keys() if number == len(remaining) else left.keys() & (takes.required | takes.optional)
-        given = cast(QpAttrs, {name: left.pop(name) for name in tuple(names)})
+        required, optional = transition_rule(qp_type, state, wanted)
+        is_last = number == len(remaining)
+        names = [name for name in left if is_last or name in required or name in optional]
+        given = cast(QpAttrs, {name: left.pop(name) for name in names})
         steps.append(
             (wanted, transition(qp_type, state, wanted, given, defaults=defaults, limits=limits, draining=draining))
         )
@@ -349,7 +358,7 @@ def _path_ranges(limits: Limits) -> dict[str, tuple[int, int]]:
     }
 
 
-def _invalid_values(attributes: Mapping[str, object], state: QpState, limits: Limits) -> Iterable[tuple[str, str]]:
+def _invalid_values(attributes: Mapping[str, Any], state: QpState, limits: Limits) -> Iterable[tuple[str, str]]:
     """Yield, for each attribute with an invalid value, a pair of its name and a text that says which values are valid.
 
     Fields of the address vector are named ``av.NAME``.
@@ -357,10 +366,12 @@ def _invalid_values(attributes: Mapping[str, object], state: QpState, limits: Li
     :raises TypeError: the value of a numeric attribute is not an integer.
     :raises ValueError: ``cur_qp_state`` is not a `QpState`.
     """
-    for name, (low, high) in _ranges(limits).items():
-        if name not in attributes:
+    ranges = _ranges(limits)
+    for name, given in attributes.items():
+        if name not in ranges:
             continue
-        value = index(cast(int, attributes[name]))
+        value = index(given)
+        low, high = ranges[name]
         if name == "path_mtu" and not limits.mtu:
             yield name, "the port has no MTU: bring its network interface up"
         elif not low <= value <= high:
@@ -376,7 +387,7 @@ def _invalid_values(attributes: Mapping[str, object], state: QpState, limits: Li
         yield "av", f"must be an AddressVector, got {av!r}"
     assumed = attributes.get("cur_qp_state", state)
     if assumed != state:
-        yield "cur_qp_state", f"{QpState(cast(int, assumed)).name}, but the queue pair is in {state.name}"
-    access = index(cast(int, attributes.get("qp_access_flags", 0)))
+        yield "cur_qp_state", f"{QpState(assumed).name}, but the queue pair is in {state.name}"
+    access = index(attributes.get("qp_access_flags", 0))
     if access & ~int(_ACCESS):  # compared as integers: AccessFlags drops unknown bits
         yield "qp_access_flags", f"must be a combination of {_ACCESS!r}, got {access:#x}"

@@ -130,8 +130,8 @@ async def test_waiters_learn_of_the_end_while_a_thread_is_in_a_verb(
         await until(lambda: ends.near.traffic().waits > waits)
         qp, traffic = ends.near.qp, end_of(ends.near).channel
         assert traffic is not None
-        to_error = InUse(qp.to_error, 3)
-        monkeypatch.setattr(qp, "to_error", to_error)
+        to_error = InUse(qp._transition, 3)
+        monkeypatch.setattr(qp, "_transition", to_error)
         traffic.fail("a test")
         await asyncio.wait(waiting, timeout=patience(20))
         assert all(isinstance(task.exception(), BrokenResourceError) for task in waiting)

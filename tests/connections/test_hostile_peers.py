@@ -158,7 +158,7 @@ async def test_an_internal_error_breaks_only_its_connection(device: Device, capl
         def fail(*_: object) -> None:
             raise RuntimeError("a planted mistake")
 
-        far.user.on_control = fail  # type: ignore[method-assign]
+        far.user.on_control = fail  # type: ignore[assignment, method-assign]
         receiving = asyncio.create_task(ends.far.receive())
         await asyncio.sleep(0)
         await traffic_of(ends.near).sender.send_frame(FrameKind.REVOKE, 1)

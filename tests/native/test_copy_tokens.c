@@ -176,13 +176,15 @@ static void (*const verbs[])(struct scene *) = {deregister, reset, destroy, lose
 static bool is_waited_for(struct scene *scene, unsigned int index, uint16_t *copy_token)
 {
     struct soft_qp *qp = qp_of(scene, index);
-    const struct soft_direct_part *first;
-    bool waited_for;
+    bool waited_for = false;
 
     soft_lock_take(&qp->sq_lock);
-    first = &qp->req.direct_parts[qp->req.direct_first % SOFT_DIRECT_PARTS];
-    waited_for = qp->req.direct_count && first->revoked_at;
-    *copy_token = first->copy_token;
+    if (qp->req.direct_count) {
+        const struct soft_direct_part *first = &qp->direct_parts[qp->req.direct_first % SOFT_DIRECT_PARTS];
+
+        waited_for = first->revoked_at;
+        *copy_token = first->copy_token;
+    }
     soft_lock_give(&qp->sq_lock);
     return waited_for;
 }

@@ -77,10 +77,8 @@ struct soft_requester {
     /* Number of this life of the queue pair: responses to earlier ones are ignored. */
     uint32_t token;
     uint32_t direct_first, direct_count; /* free-running counters. No part is left when the window is rewound */
-    struct soft_direct_part direct_parts[SOFT_DIRECT_PARTS];
     /* For the read in flight that asked for a grant; `owner_serial` is 0: none. */
     struct soft_read_cache_entry pending_entry;
-    struct soft_read_cache_entry read_cache_entries[SOFT_READ_CACHE_ENTRIES]; /* by key */
 };
 
 struct soft_qp {
@@ -109,6 +107,9 @@ struct soft_qp {
 
     struct soft_lock sq_lock;  /* device half that sends */
     struct soft_requester req; /* sq */
+    /* sq: made when they are first needed, as many queue pairs never need them, and kept; NULL before. */
+    struct soft_direct_part *direct_parts;            /* SOFT_DIRECT_PARTS of them */
+    struct soft_read_cache_entry *read_cache_entries; /* SOFT_READ_CACHE_ENTRIES of them, by key */
 
     struct soft_lock rq_lock; /* device half that receives */
     uint32_t expected_psn;    /* rq */

@@ -1,6 +1,8 @@
 /* Reads that the requester makes by itself: see soft/fabric/read_cache.h. */
 #include "soft/transport/cached_reads.h"
 
+#include <stdlib.h>
+
 #include "soft/base/epoch.h"
 #include "soft/fabric/fabric.h"
 #include "soft/fabric/frame.h"
@@ -15,9 +17,10 @@
 #include "soft/transport/request.h"
 #include "soft/transport/requester.h"
 
+/* Return the entry for a key, which may be that of another one; NULL before the first grant. */
 static struct soft_read_cache_entry *cache_entry_of(struct soft_qp *qp, uint32_t key)
 {
-    return &qp->req.read_cache_entries[(key >> 8) % SOFT_READ_CACHE_ENTRIES];
+    return qp->read_cache_entries ? &qp->read_cache_entries[(key >> 8) % SOFT_READ_CACHE_ENTRIES] : NULL;
 }
 
 void soft_cached_read_ask(struct soft_qp *qp, const struct soft_wqe *wqe, uint32_t psn)
@@ -38,7 +41,10 @@ void soft_cached_read_answered(struct soft_qp *qp, const struct soft_frame *fram
     if (frame->flags & SOFT_FRAME_READ_CACHE) {
         pending->address = frame->address;
         pending->length = frame->compare_add;
-        *cache_entry_of(qp, pending->key) = *pending;
+        if (!qp->read_cache_entries)
+            qp->read_cache_entries = calloc(SOFT_READ_CACHE_ENTRIES, sizeof(*qp->read_cache_entries));
+        if (qp->read_cache_entries)
+            *cache_entry_of(qp, pending->key) = *pending;
     }
     pending->owner_serial = 0;
 }
@@ -47,9 +53,9 @@ void soft_cached_read_answered(struct soft_qp *qp, const struct soft_frame *fram
 bool soft_cached_read_may(struct soft_qp *qp, const struct soft_wqe *wqe, uint32_t length)
 {
     const struct soft_read_cache_entry *entry = cache_entry_of(qp, wqe->rkey);
-    uint64_t offset = wqe->remote_addr - entry->address;
+    uint64_t offset = entry ? wqe->remote_addr - entry->address : 0;
 
-    return wqe->opcode == IBV_WR_RDMA_READ && entry->owner_serial && entry->key == wqe->rkey &&
+    return wqe->opcode == IBV_WR_RDMA_READ && entry && entry->owner_serial && entry->key == wqe->rkey &&
            length - 1 < SOFT_CACHED_READ_BYTES && offset <= entry->length && length <= entry->length - offset &&
            soft_port_works(qp) && !atomic_load_explicit(&qp->context->special, memory_order_relaxed) &&
            !soft_link_has_frame_faults(qp->link);

@@ -26,9 +26,9 @@
 /* Longest interval between two checks whether a peer has ended its copies. */
 #define LOOK_AGAIN_NS 10000000u
 
-static struct soft_direct_part *direct_part_at(struct soft_requester *req, uint32_t at)
+static struct soft_direct_part *direct_part_at(struct soft_qp *qp, uint32_t at)
 {
-    return &req->direct_parts[at % SOFT_DIRECT_PARTS];
+    return &qp->direct_parts[at % SOFT_DIRECT_PARTS];
 }
 
 /* Revoke the copy tokens of the `count` oldest parts. Parts that the peer is copying remain. Return whether none
@@ -39,13 +39,13 @@ static bool try_revoke(struct soft_qp *qp, uint32_t count)
     uint32_t end = req->direct_first + count, at = end, left = end;
 
     while (at-- != req->direct_first) {
-        struct soft_direct_part *part = direct_part_at(req, at);
+        struct soft_direct_part *part = direct_part_at(qp, at);
 
         if (soft_copy_token_close(qp->link, part->copy_token, part->serial))
             continue;
         if (!part->revoked_at)
             part->revoked_at = soft_now_ns();
-        *direct_part_at(req, --left) = *part;
+        *direct_part_at(qp, --left) = *part;
     }
     count = left - req->direct_first;
     req->direct_first = left;
@@ -62,7 +62,7 @@ static uint64_t revoked_since(struct soft_qp *qp)
     uint32_t i;
 
     for (i = 0; i < req->direct_count; i++) {
-        uint64_t revoked_at = direct_part_at(req, req->direct_first + i)->revoked_at;
+        uint64_t revoked_at = direct_part_at(qp, req->direct_first + i)->revoked_at;
 
         if (revoked_at && revoked_at < first)
             first = revoked_at;
@@ -102,7 +102,7 @@ bool soft_direct_revoke_up_to(struct soft_qp *qp, uint32_t psn)
     uint32_t count = 0;
 
     while (count < req->direct_count &&
-           ((psn - direct_part_at(req, req->direct_first + count)->psn) & SOFT_PSN_MASK) <= SOFT_PSN_MASK / 2)
+           ((psn - direct_part_at(qp, req->direct_first + count)->psn) & SOFT_PSN_MASK) <= SOFT_PSN_MASK / 2)
         count++;
     return revoke_oldest(qp, count);
 }

@@ -1,6 +1,7 @@
 /* Requests to remote peers, as frames. */
 #include "soft/transport/request_frames.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 #include "soft/fabric/fabric.h"
@@ -111,20 +112,28 @@ static bool wqe_uses_shared_memory(const struct soft_qp *qp, const struct soft_w
     return false;
 }
 
+/* Return whether there is room for one more direct part. */
+static bool has_direct_room(struct soft_qp *qp)
+{
+    if (!qp->direct_parts)
+        qp->direct_parts = calloc(SOFT_DIRECT_PARTS, sizeof(*qp->direct_parts));
+    return qp->direct_parts && qp->req.direct_count < SOFT_DIRECT_PARTS;
+}
+
 /* Try to make a direct part, which the peer copies. Return false if all copy tokens are in use or direct copies are not
  * possible; or if the request was sent before: its parts must not be larger than they were, since the peer may have
  * executed some of them. */
 static bool try_direct_part(struct soft_qp *qp, struct soft_outgoing *part, const struct soft_request *request)
 {
     struct soft_frame_segment segments[SOFT_MAX_SGE];
-    struct soft_requester *req = &qp->req;
     struct soft_frame *frame = &part->frame;
     uint32_t left = request->length - frame->offset;
     unsigned int i;
 
-    if (left < DIRECT_BYTES || soft_window_repeats(&qp->req.window) || req->direct_count == SOFT_DIRECT_PARTS ||
-        !soft_is_reliable(qp) || (request->wqe->flags & IBV_SEND_INLINE) || !soft_link_direct(qp->link) ||
-        wqe_uses_shared_memory(qp, request->wqe) || soft_copy_token_open(qp->link, &frame->copy_token, &frame->serial))
+    if (left < DIRECT_BYTES || soft_window_repeats(&qp->req.window) || !soft_is_reliable(qp) ||
+        (request->wqe->flags & IBV_SEND_INLINE) || !soft_link_direct(qp->link) ||
+        wqe_uses_shared_memory(qp, request->wqe) || !has_direct_room(qp) ||
+        soft_copy_token_open(qp->link, &frame->copy_token, &frame->serial))
         return false;
     frame->flags |= SOFT_FRAME_DIRECT;
     frame->part = left < SOFT_DIRECT_FRAGMENT ? left : SOFT_DIRECT_FRAGMENT;
@@ -181,7 +190,7 @@ void soft_outgoing_sent(struct soft_qp *qp, const struct soft_outgoing *part, in
         soft_copy_token_cancel(qp->link, part->frame.copy_token, part->frame.serial);
         return;
     }
-    req->direct_parts[(req->direct_first + req->direct_count++) % SOFT_DIRECT_PARTS] = (struct soft_direct_part){
+    qp->direct_parts[(req->direct_first + req->direct_count++) % SOFT_DIRECT_PARTS] = (struct soft_direct_part){
         .psn = soft_frame_last_psn(&part->frame), .serial = part->frame.serial, .copy_token = part->frame.copy_token};
     atomic_fetch_add(&qp->context->device->direct_parts, 1);
 }

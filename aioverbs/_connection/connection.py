@@ -147,16 +147,16 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
                 and not self.closed
             ):
                 owner.check(self._lifecycle, "aclose")
-                channel = end.channel
-                with (
-                    contextlib.suppress(BrokenResourceError, ClosedResourceError),
-                    anyio.move_on_after(self._settings.close_timeout_s),
-                ):
-                    channel.receiver.discard()
-                    await await_while_busy(lambda: channel.sender.send_frame(FrameKind.END, last=True))
-                    await await_while_busy(channel.sender.wait_delivered)
-                    if end.announcer is not None:
-                        await end.announcer.wait_answered()
+                end.channel.receiver.discard()
+                limit = asyncio.timeout(self._settings.close_timeout_s)
+                try:
+                    async with limit:
+                        await _deliver(end)
+                except (BrokenResourceError, ClosedResourceError):
+                    pass
+                except TimeoutError:
+                    if not limit.expired():
+                        raise
         finally:
             await super().aclose()
 
@@ -682,6 +682,20 @@ def on_closed(connection: Connection, callback: Callable[[], object]) -> None:
     the `callback` of an earlier call.
     """
     end_of(connection).closed_callback = callback
+
+
+async def _deliver(end: ConnectionEnd) -> None:
+    """Notify the peer that no more messages follow, and wait until it has all of them.
+
+    :raises BrokenResourceError: the connection broke first.
+    :raises ClosedResourceError: this end was closed first.
+    :raises Exception: any other exception that `MessageSender.send_frame` raises.
+    """
+    sender = end.channel.sender
+    await await_while_busy(lambda: sender.send_frame(FrameKind.END, last=True))
+    await await_while_busy(sender.wait_delivered)
+    if end.announcer is not None:
+        await end.announcer.wait_answered()
 
 
 async def await_while_busy(call: Callable[[], Coroutine[Any, Any, None]]) -> None:

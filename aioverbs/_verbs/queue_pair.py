@@ -1,6 +1,7 @@
 """Queue pairs: opening, message streams, window binding, statistics, and flushing of work requests on close."""
 
 import asyncio
+import contextlib
 import errno
 import functools
 import logging
@@ -45,7 +46,7 @@ from aioverbs._verbs.qp_modify import Connectable
 from aioverbs._verbs.receive_refill import Refiller
 from aioverbs._verbs.shared_receive_queue import SharedReceiveQueue
 from aioverbs.attributes import QpCapabilities
-from aioverbs.errors import BrokenResourceError, VerbsError
+from aioverbs.errors import BrokenResourceError, ConcurrentAccessError, VerbsError
 from aioverbs.types import AccessFlags, QpState, QpType, WcStatus
 
 __all__ = [
@@ -537,8 +538,12 @@ class _Flusher:
         if must_wait:
             running_loop()  # raises an exception before anything is changed
         work.close()
+        is_flushed = not must_wait
         try:
             if must_wait:
+                with contextlib.suppress(ConcurrentAccessError):
+                    is_flushed = self.flush_now()  # without a task, as far as that goes
+            if not is_flushed:
                 await wait_uncancelled(self._end_requests(handle, work))
         except Exception as error:
             if interruption is not None:

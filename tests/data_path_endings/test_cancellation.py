@@ -437,13 +437,15 @@ async def test_a_close_that_is_cancelled_while_the_domain_is_busy_flushes_reques
 @pytest.mark.every_way
 async def test_closing_while_the_domain_is_busy_posts_no_chain(device: Device) -> None:
     async with pair_on(device, MessageModel.HIGH_BANDWIDTH) as pair:
+        receive = pair.near.receive(pair.target[:8])
         write = pair.write()
         drain: Any = pair.near._lifecycle.drain
         busy = drain.__self__._handle = BusyHandle(pair.near.handle, lambda: None)
         await pair.near.aclose()
         assert (pair.near.closed, busy._refusals) == (True, 0)
-        with pytest.raises(WorkCompletionError, match="WR_FLUSH_ERR"):
-            await write
+        for request in (receive, write):
+            with pytest.raises(WorkCompletionError, match="WR_FLUSH_ERR"):
+                await request
         assert (pair.written(), len(pair.source.pins)) == (bytes(8), 0)
 
 

@@ -30,7 +30,7 @@ _ENDED_BY_CONNECTION = {WcStatus.WR_FLUSH_ERR, WcStatus.RETRY_EXC_ERR, WcStatus.
 
 
 class ChannelUser(Protocol):
-    """What a message channel works for: one end of a connection."""
+    """User of a message channel: one end of a connection."""
 
     def on_control(self, kind: FrameKind, number: int, data: bytes) -> None:
         """Handle a control message of the peer that does not concern messages.
@@ -60,7 +60,7 @@ class ChannelState:
 
     :param qp: queue pair of type RC.
     :param owner: owner of the connection, even if any loop may use the queue pair.
-    :param user: what the channel works for.
+    :param user: user of the channel.
     """
 
     __slots__ = (

@@ -285,7 +285,8 @@ def _printable(data: bytes) -> str:
 
     Otherwise the peer could write lines into logs or control a terminal.
     """
-    return "".join(each if each.isprintable() else "?" for each in data.decode(errors="replace"))
+    text = data.decode(errors="replace")
+    return text if text.isprintable() else "".join(each if each.isprintable() else "?" for each in text)
 
 
 def body_size(header: bytes) -> int:

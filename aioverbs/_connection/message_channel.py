@@ -65,7 +65,7 @@ class MessageChannel(ChannelState):
     :param block: memory for the buffers.
     :param settings: sizes of this end.
     :param domain: domain that the memory for received messages is registered with.
-    :param user: what the channel works for.
+    :param user: user of the channel.
     """
 
     __slots__ = ("_credits", "_settings", "receiver", "sender")

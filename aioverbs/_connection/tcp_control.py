@@ -120,8 +120,13 @@ class TcpControlChannel(asyncio.Protocol):
         :raises HandshakeError: the data is not a message of the handshake.
         :raises BrokenResourceError: the peer is gone.
         """
-        head = await self._read_exactly(HEADER_BYTES)
-        message = head + await self._read_exactly(body_size(head))
+        if len(self._data) < HEADER_BYTES:
+            await self._wait_for(HEADER_BYTES)
+        size = HEADER_BYTES + body_size(bytes(self._data[:HEADER_BYTES]))
+        if len(self._data) < size:
+            await self._wait_for(size)
+        message = bytes(self._data[:size])
+        del self._data[:size]
         self.messages += 1
         return message
 
@@ -130,8 +135,8 @@ class TcpControlChannel(asyncio.Protocol):
         """Whether a task waits for the peer's next message."""
         return self._waiter is not None and not self._waiter.done()
 
-    async def _read_exactly(self, size: int) -> bytes:
-        """Wait for the next `size` bytes from the peer, and return them.
+    async def _wait_for(self, size: int) -> None:
+        """Wait until at least `size` bytes from the peer are buffered.
 
         :raises BrokenResourceError: the connection ended before that many bytes arrived.
         """
@@ -143,9 +148,6 @@ class TcpControlChannel(asyncio.Protocol):
                 await self._waiter
             finally:
                 self._waiter = None
-        data = bytes(self._data[:size])
-        del self._data[:size]
-        return data
 
     # ---- After the handshake
 

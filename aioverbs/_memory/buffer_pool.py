@@ -585,7 +585,7 @@ class BufferPool(Resource):
         :raises Exception: whatever the allocator raised. If a further slab cannot be added, all tasks that are waiting
             for a buffer raise that, each a copy of its own.
         """
-        return LeaseContext(self, self._site_of_lease())
+        return LeaseContext(self, None if self._lifecycle.suppress_warning else creation_site())
 
     def lease_nowait(self) -> LeasedBuffer:
         """Lease a buffer without waiting. If none is free, a further slab is registered if it has less than 16 MiB.
@@ -601,7 +601,7 @@ class BufferPool(Resource):
         :raises Exception: whatever the allocator raised.
         """
         self._check_open()
-        site = self._site_of_lease()
+        site = None if self._lifecycle.suppress_warning else creation_site()  # a pool of the library's needs none
         buffer = self._free_list.lease(self, site)
         if buffer is None and not self._free_list.waiting and not is_large(self._next_slab * self._stride):
             try:
@@ -612,13 +612,6 @@ class BufferPool(Resource):
         if buffer is None:
             raise anyio.WouldBlock
         return buffer
-
-    def _site_of_lease(self) -> Site | None:
-        """Return the place in the user's code that leases a buffer; None if unknown, or if the pool is the library's.
-
-        Call in a method that the user calls.
-        """
-        return None if self._lifecycle.suppress_warning else creation_site()
 
     async def _lease(self, site: Site | None) -> LeasedBuffer:
         """Lease a buffer, waiting until one is free. This raises the exceptions that `BufferPool.lease` describes.

@@ -8,7 +8,7 @@ import functools
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from operator import index
+from operator import attrgetter, index
 from typing import Any, NamedTuple, Self, TypedDict, cast
 
 from aioverbs.attributes import AddressVector, DeviceAttributes, PortAttributes
@@ -192,6 +192,7 @@ def reachable(qp_type: QpType, state: QpState) -> tuple[QpState, ...]:
     return tuple(after for after in QpState if (state, after) in _table_of(qp_type))
 
 
+@functools.cache
 def transition_rule(qp_type: QpType, state: QpState, wanted: QpState) -> TransitionRule:
     """Return the `TransitionRule` of a transition: the names of the attributes that it requires and accepts.
 
@@ -261,7 +262,7 @@ def transition(
     chosen.update(attributes)
     missing = required - chosen.keys()
     unexpected = chosen.keys() - required - optional
-    wrong = dict(_invalid_values(chosen, state, limits or Limits()))
+    wrong = _invalid_values(chosen, state, limits or Limits())
     if draining and state is wanted is QpState.SQD:
         wrong["sq_draining"] = "requests in flight must complete first: wait for EventType.SQ_DRAINED"
     if missing or unexpected or wrong:
@@ -320,6 +321,7 @@ def plan(
 # ---- Values
 
 _ACCESS = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_READ | AccessFlags.REMOTE_ATOMIC
+_ACCESS_BITS = int(_ACCESS)
 
 
 @functools.lru_cache
@@ -358,14 +360,18 @@ def _path_ranges(limits: Limits) -> dict[str, tuple[int, int]]:
     }
 
 
-def _invalid_values(attributes: Mapping[str, Any], state: QpState, limits: Limits) -> Iterable[tuple[str, str]]:
-    """Yield, for each attribute with an invalid value, a pair of its name and a text that says which values are valid.
+_path_values = attrgetter(*_path_ranges(Limits()))
+
+
+def _invalid_values(attributes: Mapping[str, Any], state: QpState, limits: Limits) -> dict[str, str]:
+    """Return, for each attribute with an invalid value, its name and a text that says which values are valid.
 
     Fields of the address vector are named ``av.NAME``.
 
     :raises TypeError: the value of a numeric attribute is not an integer.
     :raises ValueError: ``cur_qp_state`` is not a `QpState`.
     """
+    wrong: dict[str, str] = {}
     ranges = _ranges(limits)
     for name, given in attributes.items():
         if name not in ranges:
@@ -373,21 +379,23 @@ def _invalid_values(attributes: Mapping[str, Any], state: QpState, limits: Limit
         value = index(given)
         low, high = ranges[name]
         if name == "path_mtu" and not limits.mtu:
-            yield name, "the port has no MTU: bring its network interface up"
+            wrong[name] = "the port has no MTU: bring its network interface up"
         elif not low <= value <= high:
-            yield name, f"must be {low} to {high}, got {value}"
+            wrong[name] = f"must be {low} to {high}, got {value}"
     av = attributes.get("av")
     if isinstance(av, AddressVector):
-        for name, (low, high) in _path_ranges(limits).items():
-            if not low <= (value := index(getattr(av, name))) <= high:
-                yield f"av.{name}", f"must be {low} to {high}, got {value}"
+        path_ranges = _path_ranges(limits)
+        for value, (name, (low, high)) in zip(map(index, _path_values(av)), path_ranges.items(), strict=True):
+            if not low <= value <= high:
+                wrong[f"av.{name}"] = f"must be {low} to {high}, got {value}"
         if limits.needs_gid and not av.dgid:
-            yield "av.dgid", "must be the GID of the peer's port over Ethernet, got none"
+            wrong["av.dgid"] = "must be the GID of the peer's port over Ethernet, got none"
     elif "av" in attributes:
-        yield "av", f"must be an AddressVector, got {av!r}"
+        wrong["av"] = f"must be an AddressVector, got {av!r}"
     assumed = attributes.get("cur_qp_state", state)
     if assumed != state:
-        yield "cur_qp_state", f"{QpState(assumed).name}, but the queue pair is in {state.name}"
+        wrong["cur_qp_state"] = f"{QpState(assumed).name}, but the queue pair is in {state.name}"
     access = index(attributes.get("qp_access_flags", 0))
-    if access & ~int(_ACCESS):  # compared as integers: AccessFlags drops unknown bits
-        yield "qp_access_flags", f"must be a combination of {_ACCESS!r}, got {access:#x}"
+    if access & ~_ACCESS_BITS:  # compared as integers: AccessFlags drops unknown bits
+        wrong["qp_access_flags"] = f"must be a combination of {_ACCESS!r}, got {access:#x}"
+    return wrong

@@ -70,9 +70,9 @@ class ChannelState:
         "discards",
         "eof_received",
         "eof_sent",
+        "label",
         "loop",
         "owner",
-        "peer",
         "qp",
         "receive_queue",
         "user",
@@ -82,7 +82,7 @@ class ChannelState:
         self.qp = qp
         self.owner = owner
         self.user = user
-        self.peer = "its peer"
+        self.label = "with its peer"
         self.broken: BrokenResourceError | None = None
         self.closed = False
         self.eof_received = False  # the peer sends no more user messages
@@ -98,7 +98,7 @@ class ChannelState:
         self._ended: CrossLoopCondition | None = None  # notified when the channel breaks or is closed
 
     def __repr__(self) -> str:
-        return f"<Connection with {self.peer}>"
+        return f"<Connection {self.label}>"
 
     def check_caller(self, operation: str) -> None:
         """Check that the owner's event loop is running.
@@ -135,7 +135,7 @@ class ChannelState:
     def _broken_error(self, reason: str, cause: BaseException | None) -> BrokenResourceError:
         """Return a new exception that says why the channel is broken: see `fail`."""
         kind = DeviceRemovedError if isinstance(cause, DeviceRemovedError) else BrokenResourceError
-        error = kind(f"the connection with {self.peer} is broken: {reason}")
+        error = kind(f"the connection {self.label} is broken: {reason}")
         error.__cause__ = cause
         return error
 

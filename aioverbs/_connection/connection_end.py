@@ -139,8 +139,8 @@ class ConnectionEnd:
     def start(self, control: ControlChannel) -> None:
         """Take over the control channel and begin to watch the peer. Call when the handshake is complete."""
         assert self.peer is not None
-        self.channel.peer = f"{format_address(control.address('peername'))} ({self.peer.device})"
-        self._lifecycle.label = f"with {self.channel.peer}"
+        label = f"with {format_address(control.address('peername'))} ({self.peer.device})"
+        self.channel.label = self._lifecycle.label = label
         self.control = control
         self.liveness.watch(control)
         self.liveness.start()

@@ -12,7 +12,7 @@ from aioverbs._lifecycle.resource import lifecycle_of, open_part, open_part_now
 from aioverbs._memory.buffer_pool import BufferPool, LeasedBuffer
 from aioverbs._memory.region import is_large
 from aioverbs._verbs.base_domain import Domain, shared_resources_of
-from aioverbs._verbs.completion_queue import CompletionQueue, dispatcher_of
+from aioverbs._verbs.completion_queue import CompletionQueue, dispatcher_of, free_entries_of
 from aioverbs.errors import AffinityError, ConcurrentAccessError
 
 __all__ = ["completion_queue_for", "lease_block", "lease_block_now", "prepare"]
@@ -107,8 +107,7 @@ class _QueueSet:
         for step in range(len(self._all)):
             index = (self._last_index + step) % len(self._all)
             cq = self._all[index]
-            statistics = cq.statistics()
-            if statistics.depth - statistics.reserved >= completions and _is_usable(cq):
+            if free_entries_of(cq) >= completions and _is_usable(cq):
                 self._last_index = index
                 return cq
         self._broken += [cq for cq in self._all if cq.state is ResourceState.OPEN and not _is_usable(cq)]

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import socket
 import ssl as tls
+import sys
 from collections.abc import Awaitable, Callable
 from typing import cast
 
@@ -36,7 +37,7 @@ class TcpControlChannel(asyncio.Protocol):
         self._on_lost: Callable[[Exception], object] | None = None
         self._transport: asyncio.Transport | None = None
         self._socket: socket.socket | None = None  # the transport's, for its descriptor only
-        self._addresses: tuple[Address, Address] | None = None  # local one and the peer's
+        self._addresses: tuple[Address | None, Address | None] | None = None  # local one and the peer's
         self._loop = running_loop()
         self._is_closed = False
         self._closing: asyncio.Future[None] | None = None  # done when the connection is closed; made by `aclose`
@@ -49,7 +50,7 @@ class TcpControlChannel(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
         # A TLS transport gives no information any longer once it was closed twice.
         self._socket = transport.get_extra_info("socket")
-        self._addresses = transport.get_extra_info("sockname"), transport.get_extra_info("peername")
+        self._addresses = _shared(transport.get_extra_info("sockname")), _shared(transport.get_extra_info("peername"))
         forks.keep_from_children(self)
 
     def fileno(self) -> int:
@@ -254,6 +255,11 @@ class TcpControlChannel(asyncio.Protocol):
 
 
 _CLOSE_TIMEOUT_S = 0.5
+
+
+def _shared(address: Address | None) -> Address | None:
+    """Return an address whose host is the same object for all connections with this host; None if the peer is gone."""
+    return (sys.intern(address[0]), *address[1:]) if address is not None else None
 
 
 async def connect_tcp(

@@ -1,7 +1,6 @@
 """Listening for connections, which the caller accepts one by one."""
 
 import asyncio
-import functools
 import logging
 from collections import deque
 from collections.abc import AsyncIterator
@@ -91,7 +90,7 @@ class ConnectionListener(AcceptorResource):
         )
         if connection is None:
             return reason
-        on_closed(connection, functools.partial(pending.report_open, False))
+        on_closed(connection, pending.report_closed)
         pending.report_open(True)
         suppress_warning(connection)  # the caller cannot have closed it: it was not returned yet
         self._ready.append(connection)

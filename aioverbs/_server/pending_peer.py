@@ -141,6 +141,10 @@ class PendingPeer:
         if self.timeout is not None and not self.timeout.expired():
             self.timeout.reschedule(self._loop.time())
 
+    def report_closed(self) -> None:
+        """Report that the connection of the peer is closed: see `report_open`."""
+        self.report_open(False)
+
     def report_open(self, is_open: bool) -> None:
         """Report that the peer has become a connection (True), or that its connection is closed (False).
 

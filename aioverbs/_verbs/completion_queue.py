@@ -25,6 +25,7 @@ __all__ = [
     "MessageModel",
     "QueueLocation",
     "dispatcher_of",
+    "free_entries_of",
     "retry_while_busy",
 ]  # fmt: skip
 
@@ -463,6 +464,11 @@ async def retry_while_busy(verb: Callable[[], object]) -> bool:
             return True
         await asyncio.sleep(0)
     return False
+
+
+def free_entries_of(cq: CompletionQueue) -> int:
+    """Return the number of entries of a completion queue that no queue has reserved."""
+    return cq._depth - cq._reserved
 
 
 def dispatcher_of(cq: CompletionQueue) -> CqDispatcher:

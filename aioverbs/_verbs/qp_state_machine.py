@@ -260,8 +260,8 @@ def transition(
     required, optional = transition_rule(qp_type, state, wanted)
     chosen: dict[str, Any] = {name: value for name, value in (defaults or {}).items() if name in required}
     chosen.update(attributes)
-    missing = required - chosen.keys()
-    unexpected = chosen.keys() - required - optional
+    missing = [name for name in required if name not in chosen]
+    unexpected = [name for name in attributes if name not in required and name not in optional]
     wrong = _invalid_values(chosen, state, limits or Limits())
     if draining and state is wanted is QpState.SQD:
         wrong["sq_draining"] = "requests in flight must complete first: wait for EventType.SQ_DRAINED"

@@ -293,7 +293,7 @@ cdef class Context(Handle):
     def max_message(self, port_num=1):
         """Return the largest size, in bytes, of a message that can be sent over a port, an int.
 
-        The first call for a port queries it with `query_port`; later calls return the same number.
+        A port that was not queried before is queried with `query_port`.
 
         :param port_num: number of the port, from 1.
         :raises ValueError: as for `query_port`.
@@ -301,9 +301,7 @@ cdef class Context(Handle):
         :raises ClosedResourceError: the context is closed, and the port has not been queried before.
         """
         found = self._ports.get(port_num)
-        if found is None:
-            found = self._ports[port_num] = self.query_port(port_num).max_msg_sz
-        return found
+        return (found[1] if found is not None else self.query_port(port_num)).max_msg_sz
 
     def query_device(self):
         """Query the limits and the version numbers of the device (``ibv_query_device``).
@@ -356,7 +354,7 @@ cdef class Context(Handle):
         """Query the state and the limits of a port (``ibv_query_port``).
 
         :param port_num: number of the port, from 1.
-        :returns: a new `PortAttributes`.
+        :returns: `PortAttributes`, the same object as before if nothing has changed.
         :raises ValueError: `port_num` is not in 0..255.
         :raises VerbsError: the verb failed, for example with EINVAL because the device has no such port; with EPROTO if
             the provider reports a number that `PortState`, `Mtu` or `LinkLayer` does not have.
@@ -364,6 +362,7 @@ cdef class Context(Handle):
         """
         cdef v.ibv_port_attr attr
         cdef int error, port = _byte(port_num, "port_num")
+        memset(&attr, 0, sizeof(attr))
         self._enter()
         try:
             with nogil:
@@ -371,8 +370,12 @@ cdef class Context(Handle):
         finally:
             self._leave()
         self._check("ibv_query_port", error)
+        raw = (<char *>&attr)[:sizeof(attr)]
+        found = self._ports.get(port)
+        if found is not None and found[0] == raw:
+            return found[1]
         where = f"port {port}"
-        return PortAttributes(
+        attributes = PortAttributes(
             state=_known(PortState, attr.state, "ibv_query_port", where),
             max_mtu=_known(Mtu, attr.max_mtu, "ibv_query_port", where),
             active_mtu=_known(Mtu, attr.active_mtu, "ibv_query_port", where),
@@ -388,6 +391,8 @@ cdef class Context(Handle):
             active_speed=attr.active_speed,
             phys_state=attr.phys_state,
         )
+        self._ports[port] = raw, attributes
+        return attributes
 
     def query_gid(self, port_num=1, index=0):
         """Query an entry of a port's GID table (``ibv_query_gid``).

@@ -107,7 +107,7 @@ cdef class Context(Handle):
     cdef bint _nonblocking              # whether async_fd is non-blocking
     cdef bint _was_blocking             # whether async_fd was made so here
     cdef object _attributes             # cached device attributes; None if not queried
-    cdef dict _ports                    # cached port attributes by port number
+    cdef dict _ports                    # by port number: raw bytes that `query_port` found last, and their attributes
 
     cdef int _complete(self) except -1
     cdef int _make_nonblocking(self) except -1

@@ -344,20 +344,24 @@ cdef class QueuePair(Handle):
 cdef object _check_parts(qp_type, dict parts):
     # Check the arguments against the queue pair's type, and return the context that all of them share. Raise ValueError
     # if an argument is missing or not taken by the type, or belongs to another context.
-    needed = {QpType.XRC_RECV: ("xrc_domain",), QpType.XRC_SEND: ("pd", "send_cq")}.get(
-        qp_type, ("pd", "send_cq", "recv_cq")
-    )
-    optional = () if qp_type in (QpType.XRC_RECV, QpType.XRC_SEND) else ("srq",)
+    cdef Handle first = None
+    needed, optional = _parts_of_type.get(qp_type, (("pd", "send_cq", "recv_cq"), ("srq",)))
     for name, part in parts.items():
         if part is None and name in needed:
             raise ValueError(f"a queue pair of type {qp_type.name} needs {name}")
-        if part is not None and name not in needed + optional:
+        if part is not None and name not in needed and name not in optional:
             raise ValueError(f"a queue pair of type {qp_type.name} takes no {name}: leave it out")
-    first, *others = (<Handle>part for part in parts.values() if part is not None)
-    for part in others:
-        if (<Handle>part).context is not (<Handle>first).context:
+    for part in parts.values():
+        if part is None:
+            continue
+        if first is None:
+            first = part
+        elif (<Handle>part).context is not first.context:
             raise ValueError(f"{part!r} belongs to a different context than {first!r}")
-    return (<Handle>first).context
+    return first.context
+
+
+cdef dict _parts_of_type = {QpType.XRC_RECV: (("xrc_domain",), ()), QpType.XRC_SEND: (("pd", "send_cq"), ())}
 
 
 @cython.final

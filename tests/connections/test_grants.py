@@ -356,6 +356,19 @@ async def test_grants_end_with_the_connection(device: Device) -> None:
             await waiting
 
 
+async def test_a_connection_that_ends_before_its_first_use_of_grants(device: Device) -> None:
+    async with pair(device) as ends, ends.domain.register(64, LOCAL) as memory:
+        await ends.near.send_eof()
+        with pytest.raises(anyio.EndOfStream):
+            await ends.far.receive_grant()
+        ends.near.abort()
+        await ends.far.wait_lost()
+        with pytest.raises(BrokenResourceError):
+            await ends.far.receive_grant()
+        with pytest.raises(BrokenResourceError):
+            await ends.far.grant(memory, READ)
+
+
 async def test_revoke_while_the_peer_goes_away(device: Device) -> None:
     async with pair(device, QUICK) as ends, ends.domain.register(64, LOCAL) as memory:
         grant = await ends.near.grant(memory, READ)

@@ -28,7 +28,7 @@ def test_device_attributes(context: software.Context) -> None:
 
 def test_port_attributes(context: software.Context) -> None:
     port = context.query_port()
-    assert port == context.query_port(1)
+    assert port is context.query_port(1)
     assert port.state is PortState.ACTIVE
     assert port.link_layer is LinkLayer.ETHERNET
     assert port.active_mtu is port.max_mtu is Mtu.MTU_4096

@@ -46,8 +46,8 @@ class RegistrationCacheStatistics:
 
     :param hits: number of blocks whose memory was already registered.
     :param misses: number of blocks that registered their memory.
-    :param evictions: number of registrations evicted, to make room, by `RegistrationCache.drop` or because only the
-        cache held their memory.
+    :param evictions: number of registrations evicted, to make room, by `RegistrationCache.drop` or because only
+        registrations in caches held their memory.
     :param entries: number of registrations in the cache.
     :param bytes: sum of their lengths.
     """
@@ -59,12 +59,18 @@ class RegistrationCacheStatistics:
     bytes: int
 
 
-def _export(buffer: "Buffer", access: AccessFlags) -> memoryview:
-    """Export a buffer separately, as a new memoryview, so that references to its exporter can be counted.
+# Exports of objects, by the ids of these, that the registrations of each object share: so many registrations are one
+# reference to the object. An export keeps its object alive, so no other object has that id while it is in here.
+_shared: weakref.WeakValueDictionary[int, memoryview] = weakref.WeakValueDictionary()
+
+
+def _export(buffer: "Buffer", access: AccessFlags) -> tuple[memoryview, memoryview | None]:
+    """Export a buffer apart from the caller's memoryviews, so that references to its exporter can be counted.
 
     :param buffer: object with the buffer protocol; if it is a memoryview, only the bytes of that view are exported.
     :param access: access rights for which the buffer is to be registered.
-    :returns: the memoryview.
+    :returns: the bytes, and the export of the whole object, which all registrations of its bytes share as long as one
+        of them refers to it; None if they cannot share one.
     :raises TypeError: the object has no buffer protocol.
     :raises BufferError: the memory is not contiguous, or is read-only although ``access`` permits writing.
     :raises ValueError: the memory has no bytes.
@@ -75,14 +81,18 @@ def _export(buffer: "Buffer", access: AccessFlags) -> memoryview:
     address, length = handles.span(view)
     if not length:
         raise ValueError("there is nothing to register: the memory has no bytes")
-    if not isinstance(buffer, memoryview) or _exporter(view) is None:
-        return view
-    whole = memoryview(view.obj)
+    exporter = _exporter(view)
+    if exporter is None:
+        return view, None
+    whole = _shared.get(id(exporter))
+    if whole is None:
+        whole = _shared[id(exporter)] = memoryview(exporter)  # type: ignore[arg-type]
     start, size = handles.span(whole)
-    if not start <= address <= address + length <= start + size:  # the object exports other memory each time
-        return view
+    is_inside = start <= address <= address + length <= start + size  # else the object exports other memory each time
+    if not is_inside or (whole.readonly and not view.readonly):
+        return view, None
     part = whole.cast("B")[address - start : address - start + length]
-    return part.toreadonly() if view.readonly else part
+    return part.toreadonly() if view.readonly else part, whole
 
 
 def _exporter(view: memoryview) -> object:
@@ -108,11 +118,17 @@ def is_temporary(view: memoryview) -> bool:
 
 
 class _Entry:
-    """Registration in the cache, open or being opened, with the blocks that use it."""
+    """Registration in the cache, open or being opened, with the blocks that use it.
 
-    def __init__(self, key: _Key, region: MemoryRegion) -> None:
+    :param key: key in the cache.
+    :param region: the registration.
+    :param export: export of the whole object, if its registrations share one.
+    """
+
+    def __init__(self, key: _Key, region: MemoryRegion, export: memoryview | None) -> None:
         self.key = key
         self.region = region
+        self._export = export
         self.users: set[object] = set()
         self.opening = True
         self._opener = Affinity.of_running_loop() if asyncio._get_running_loop() is not None else None
@@ -154,9 +170,13 @@ class _Entry:
         """True if the region is not being opened, no task is in a block with it, and no work request uses it."""
         return not (self.opening or self.users or len(self.region.pins))
 
+    def release_memory(self) -> None:
+        """Drop the references to the memory, because it is not registered any longer."""
+        self.region._memory = self._export = None
+
     @property
     def orphaned(self) -> bool:
-        """True if nothing but the registration references the object that exports the memory."""
+        """True if nothing but registrations references the object that exports the memory."""
         view = self.region._memory
         return isinstance(view, memoryview) and _references(view) <= _EXPORT_ALONE
 
@@ -171,7 +191,7 @@ class _CacheRemoval:
     def destroy(self) -> None:
         """Remove the entry from the cache, and drop the region's reference to the memory."""
         self._cache._on_region_closed(self._entry)
-        self._entry.region._memory = None
+        self._entry.release_memory()
 
 
 class _MemoryRelease:
@@ -183,13 +203,6 @@ class _MemoryRelease:
     def destroy(self) -> None:
         """Drop the region's reference to the memory."""
         self._region._memory = None
-
-
-def _release_unopened(region: MemoryRegion) -> None:
-    """Drop a region's reference to its memory if opening the region has failed."""
-    # A stored exception references frames, and these the region, which must not keep the export alive.
-    if region.state is ResourceState.NEW:
-        region._memory = None
 
 
 class RegistrationCache:
@@ -207,9 +220,9 @@ class RegistrationCache:
     mmap cannot be closed. A new array object, such as each slice of a numpy array, is a different object: slice the
     region instead.
 
-    At the end of a block and when a further buffer is registered, the cache evicts registrations whose object only the
-    cache references, and, if a limit is exceeded or the device can register no more memory, the least recently used
-    ones. Registrations in use or under DMA stay.
+    At the end of a block and when a further buffer is registered, the cache evicts registrations whose object nothing
+    but registrations in caches references, and, if a limit is exceeded or the device can register no more memory, the
+    least recently used ones. Registrations in use or under DMA stay.
     Peers that hold the key of a registration keep access until it is evicted. Closing the protection domain evicts all
     registrations.
 
@@ -280,7 +293,7 @@ class RegistrationCache:
             raise ClosedResourceError("the protection domain of this cache was garbage-collected")
         pd.handle  # noqa: B018  checks that the protection domain is open
         access = AccessFlags(access)
-        view = _export(buffer, access)
+        view, whole = _export(buffer, access)
         del buffer  # a temporary object must not live until the end of the block
         if _exporter(view) is None or view.nbytes > self.max_bytes or not self.max_entries:
             # Not cached: the buffer is too large, or no object is known that would keep its memory alive.
@@ -288,19 +301,20 @@ class RegistrationCache:
                 self._misses += 1
             region = MemoryRegion(pd, pd.handle, view, access)
             suppress_warning(region)  # a region that cannot be deregistered is closed with the protection domain
-            del view, pd
+            del view, whole, pd
             lifecycle_of(region).hold(_MemoryRelease(region))
             try:
                 async with region:
                     yield region
-            finally:
-                _release_unopened(region)
+            finally:  # a stored exception references this frame, and this the region, which must not keep the export
+                if region.state is ResourceState.NEW:
+                    region._memory = None
             return
         user = object()
         try:
-            entry = await self._acquire(pd, view, access, user)
+            entry = await self._acquire(pd, view, whole, access, user)
         finally:  # a stored exception references this frame, which must not keep the export alive
-            del view, pd
+            del view, whole, pd
         try:
             if turn := spend(LIGHT):
                 await yield_to_loop(turn)
@@ -354,7 +368,12 @@ class RegistrationCache:
     # ---- Registering
 
     async def _acquire(
-        self, pd: HandleResource[handles.ProtectionDomain], view: memoryview, access: AccessFlags, user: object
+        self,
+        pd: HandleResource[handles.ProtectionDomain],
+        view: memoryview,
+        whole: memoryview | None,
+        access: AccessFlags,
+        user: object,
     ) -> _Entry:
         """Return the open entry for some bytes. If there is none, register the bytes first.
 
@@ -362,6 +381,7 @@ class RegistrationCache:
 
         :param pd: protection domain of the cache.
         :param view: the bytes. The view keeps their object alive, so no other object has its id.
+        :param whole: export of the whole object, if its registrations share one.
         :param access: access rights.
         :param user: object that is added to the users of the entry. The caller removes it after use. If this raises,
             `user` has been removed.
@@ -376,7 +396,7 @@ class RegistrationCache:
                     entry = self._entries.pop(key, None)
                     hit = entry is not None
                     if entry is None:
-                        entry = _Entry(key, MemoryRegion(pd, pd.handle, view, access))
+                        entry = _Entry(key, MemoryRegion(pd, pd.handle, view, access), whole)
                         self._bytes += view.nbytes
                         self._misses += 1
                     self._entries[key] = entry  # now the most recently used
@@ -397,7 +417,7 @@ class RegistrationCache:
                         raise
                 entry.users.discard(user)  # try again: the entry is ready now, or was removed
         finally:
-            del view
+            del view, whole
 
     async def _register(self, entry: _Entry) -> None:
         """Evict surplus registrations, and open the region of a new entry.
@@ -414,7 +434,8 @@ class RegistrationCache:
             await open_part(region, keeps_parents=False)
         except BaseException:
             self._remove(entry)
-            _release_unopened(region)
+            if region.state is ResourceState.NEW:
+                entry.release_memory()
             raise
         finally:
             entry.opened()

@@ -111,6 +111,21 @@ async def test_buffers_held_only_by_the_cache_are_evicted(pd: ProtectionDomain, 
     assert counts(pd) == (1, 3, 2, 1)
 
 
+async def test_slices_of_an_object_that_only_caches_hold_are_evicted(device: Device) -> None:
+    async with device.protection_domain() as one, device.protection_domain() as other:
+        memory = bytearray(SIZE)
+        for pd in (one, other):
+            await use(pd, memoryview(memory)[:100])
+            await use(pd, memoryview(memory)[100:])
+            await use(pd, memory)
+        del memory
+        for pd in (one, other):
+            assert counts(pd) == (0, 3, 0, 3), "evictions happen only in later calls"
+            async with pd.cache.region(bytearray(SIZE)):
+                pass
+            assert counts(pd) == (0, 4, 4, 0)
+
+
 async def test_slices_and_access_flags_have_separate_entries(pd: ProtectionDomain) -> None:
     memory = bytearray(SIZE)
     whole = await use(pd, memory)

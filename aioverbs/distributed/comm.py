@@ -2,6 +2,7 @@
 
 import logging
 import weakref
+from itertools import accumulate
 from typing import Any
 
 import anyio
@@ -100,6 +101,8 @@ class AioverbsComm(Comm):
         message = await self._connection.receive_buffer()
         start, runs, messages = parse(message)
         message = message[start:]
+        if len(runs) == 1:
+            return _split(message, runs[0])
         memories: dict[int, memoryview] = {}  # by number of the run
         for numbers in messages:
             if numbers[0] > 0:
@@ -115,13 +118,7 @@ class AioverbsComm(Comm):
                 memory = memories[number] = host_array(total)
                 memory[:] = message[at : at + total]
                 at += total
-        frames: list[memoryview] = []
-        for number, sizes in enumerate(runs):
-            at = 0
-            for size in sizes:
-                frames.append(memories[number][at : at + size])
-                at += size
-        return frames
+        return [frame for number, sizes in enumerate(runs) for frame in _split(memories[number], sizes)]
 
     async def write(self, msg: Any, serializers: Any = None, on_error: str | None = "message") -> int:
         """Send a message. As with ``tcp://``, this does not wait for the peer, and the memory of large objects in the
@@ -181,6 +178,17 @@ class AioverbsComm(Comm):
         """Return whether the comm is closed, a message could not be sent, or the connection is closed or lost."""
         connection = self._connection
         return self._closed or self._outbox.failure is not None or connection.closed or connection.broken is not None
+
+
+def _split(memory: memoryview, sizes: list[int]) -> list[memoryview]:
+    """Return the frames of a run.
+
+    :param memory: memory of the run.
+    :param sizes: size of each frame in bytes.
+    """
+    if len(sizes) == 1:
+        return [memory]
+    return [memory[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
 
 def _abort_dangling(connection: Connection, local_address: str, peer_address: str) -> None:

@@ -8,7 +8,7 @@ than `_MAX_TOGETHER` bytes twice:
     head       number of frames n, number of runs m, number of padding bytes p, 32 bits each
                size of each frame in bytes, n times 64 bits
                number of frames of each run, m times 32 bits
-               p bytes, so that the first object begins at a multiple of `ALIGNMENT`
+               p bytes, so that the first object begins at a multiple of `ALIGNMENT`; none if there is no object
                the first run, then short ones if it is short
     message    a run of at least `LONG_RUN` bytes, or short ones
     ...
@@ -18,7 +18,7 @@ import struct
 from collections.abc import Sequence
 from itertools import islice
 
-__all__ = ["ALIGNMENT", "LONG_RUN", "encode", "parse"]
+__all__ = ["ALIGNMENT", "LONG_RUN", "Buffers", "encode", "parse"]
 
 LONG_RUN = 128 * 1024
 """Smallest size, in bytes, of a run that shares a message with no other one: the receiver reads it in one copy."""
@@ -28,29 +28,39 @@ ALIGNMENT = 64
 
 _MAX_TOGETHER = 1 << 20  # bytes of the runs in a message of several
 _MAX_LEADING = 32 * 1024  # bytes of frames in one run with an object that follows them
+_MAX_JOINED = 16 * 1024  # bytes of a message that are joined: several buffers cost more than that copy
 _NUMBERS = struct.Struct("<III")
+_SINGLE = struct.Struct("<IIIQI")  # numbers of one frame
+
+Buffers = list[bytes | bytearray | memoryview]
+"""Frames of a Dask message; or the parts of a message of a connection, which are sent one after the other."""
 
 
-def encode(frames: Sequence[bytes | bytearray | memoryview]) -> tuple[int, list[list[bytes | bytearray | memoryview]]]:
+def encode(frames: Buffers) -> tuple[int, list[Buffers]]:
     """Divide the frames of a Dask message into messages of a connection.
 
     :param frames: at least one frame.
     :returns: the number of bytes of all messages, and the messages, each a list of buffers to send one after the other.
+        A short message is one buffer.
     """
-    sizes = [memoryview(frame).nbytes for frame in frames]
-    runs, leading = _divide(frames, sizes)
-    padding = -(_start(len(sizes), len(runs)) + leading) % ALIGNMENT
-    numbers = b"".join(
-        (
-            _NUMBERS.pack(len(sizes), len(runs), padding),
-            struct.pack(f"<{len(sizes)}Q{len(runs)}I{padding}x", *sizes, *map(len, runs)),
+    if len(frames) == 1 and isinstance(frames[0], bytes):  # the usual message without an object
+        total = _SINGLE.size + len(frames[0])
+        messages: list[Buffers] = [[_SINGLE.pack(1, 1, 0, len(frames[0]), 1), frames[0]]]
+    else:
+        sizes = [len(frame) if isinstance(frame, bytes) else memoryview(frame).nbytes for frame in frames]
+        runs, leading = _divide(frames, sizes)
+        every_size = iter(sizes)
+        totals = [sum(islice(every_size, len(run))) for run in runs]
+        padding = -(_start(len(sizes), len(runs)) + leading) % ALIGNMENT if leading < totals[0] else 0
+        numbers = struct.pack(
+            f"<III{len(sizes)}Q{len(runs)}I{padding}x", len(sizes), len(runs), padding, *sizes, *map(len, runs)
         )
-    )
-    every_size = iter(sizes)
-    totals = [sum(islice(every_size, len(run))) for run in runs]
-    messages = [[frame for number in message for frame in runs[number]] for message in _share(totals)]
-    messages[0].insert(0, numbers)
-    return len(numbers) + sum(sizes), messages
+        total = len(numbers) + sum(sizes)
+        messages = [[frame for number in message for frame in runs[number]] for message in _share(totals)]
+        messages[0].insert(0, numbers)
+    if total <= _MAX_JOINED:
+        messages = [[b"".join(message)] for message in messages]
+    return total, messages
 
 
 def _start(n_frames: int, n_runs: int) -> int:
@@ -79,9 +89,7 @@ def _share(totals: Sequence[int]) -> list[list[int]]:
     return messages
 
 
-def _divide(
-    frames: Sequence[bytes | bytearray | memoryview], sizes: Sequence[int]
-) -> tuple[list[list[bytes | bytearray | memoryview]], int]:
+def _divide(frames: Buffers, sizes: Sequence[int]) -> tuple[list[Buffers], int]:
     """Divide frames into runs.
 
     The memory of a run stays allocated as long as the receiver uses any part of it. A frame of `bytes` is only read
@@ -93,7 +101,7 @@ def _divide(
     :param sizes: size of each frame in bytes.
     :returns: the runs, each a list of at least one frame, and the number of bytes in the first run before its object.
     """
-    run: list[bytes | bytearray | memoryview] = []
+    run: Buffers = []
     runs = [run]
     current: object = None  # the object whose memory is in `run`; None if there is none yet
     leading = 0  # bytes in the first run before the first object
@@ -124,6 +132,10 @@ def parse(head: memoryview) -> tuple[int, list[list[int]], list[list[int]]]:
         numbers of its runs.
     :raises ValueError: the message is no head, or contains more or fewer bytes than it says.
     """
+    if len(head) >= _SINGLE.size:
+        n_frames, n_runs, padding, size, count = _SINGLE.unpack_from(head)
+        if n_frames == n_runs == count == 1 and len(head) == _SINGLE.size + padding + size:
+            return _SINGLE.size + padding, [[size]], [[0]]
     if len(head) < _NUMBERS.size:
         raise ValueError(f"the head of a message has {len(head)} bytes, at least {_NUMBERS.size} are needed")
     n_frames, n_runs, padding = _NUMBERS.unpack_from(head)

@@ -7,13 +7,11 @@ from collections import deque
 import anyio
 
 from aioverbs._connection.connection import Connection
+from aioverbs.distributed.framing import Buffers
 
-__all__ = ["Buffers", "Outbox"]
+__all__ = ["Outbox"]
 
 logger = logging.getLogger("aioverbs")
-
-Buffers = list[bytes | bytearray | memoryview]
-"""The parts of a message, which are sent one after the other."""
 
 
 class Outbox:
@@ -39,8 +37,9 @@ class Outbox:
         :raises ClosedResourceError: the connection is closed.
         """
         if len(messages) == 1 and self._sender is None:
+            message = messages[0]
             try:
-                self._connection.send_nowait(messages[0])
+                self._connection.send_nowait(message[0] if len(message) == 1 else message)
             except (anyio.WouldBlock, ValueError):
                 pass  # it has to wait, or is too long for one buffer
             else:

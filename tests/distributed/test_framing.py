@@ -92,6 +92,18 @@ def test_the_first_object_is_aligned_in_the_head(leading: list[int], size: int) 
     assert b"".join(messages[0]).index(b"\xff" * size) % ALIGNMENT == 0
 
 
+@pytest.mark.parametrize("frames", [[b"h" * 100], [b"h" * 100, b"x" * 200, bytearray(10_000)], [bytearray(1000)]])
+def test_a_short_message_is_one_buffer(frames: Frames) -> None:
+    _, messages = encode(frames)
+    assert [len(message) for message in messages] == [1]
+    assert decoded(messages) == [bytes(each) for each in frames]
+
+
+def test_a_message_without_an_object_has_no_padding() -> None:
+    assert encode([b"h" * 100])[0] == 12 + 8 + 4 + 100
+    assert encode([b"h" * 100, b"x" * 200_000])[0] == 12 + 2 * 8 + 4 + 200_100
+
+
 def test_a_long_first_run_shares_its_message_with_no_other_one() -> None:
     _, messages = encode([b"h" * 10, bytearray(LONG_RUN), bytearray(100), bytearray(100)])
     assert [sum(map(len, message)) for message in messages][1:] == [200]

@@ -2,6 +2,7 @@
 
 import array
 import asyncio
+import copy
 import functools
 import io
 import mmap
@@ -13,8 +14,10 @@ from aioverbs._connection.credits import max_announced
 from aioverbs._connection.grants import Grants, has_windows
 from aioverbs._connection.message_channel import MessageChannel
 from aioverbs._connection.wire import IMMEDIATE, MAX_READ_PARTS, AnnouncedPart, announcement_size, pack_announcement
-from aioverbs._lifecycle.affinity import running_loop, wait_uncancelled
-from aioverbs._memory.region import MemoryRegion, MemoryWindow
+from aioverbs._core.handles import handles
+from aioverbs._lifecycle.affinity import running_loop, wait_uncancelled, wake
+from aioverbs._lifecycle.resource import lifecycle_of
+from aioverbs._memory.region import MemoryRegion, MemoryWindow, is_large
 from aioverbs._memory.registration_cache import RegistrationCache, is_temporary
 from aioverbs.errors import VerbsError
 from aioverbs.types import AccessFlags
@@ -62,17 +65,27 @@ class Announcer:
 
     :param channel: message channel of the connection.
     :param grants: grants of the connection, which share their numbers and their revocation with announced messages.
-    :param cache: registration cache of the protection domain.
+    :param base: the protection domain.
+    :param cache: its registration cache.
     :param depth: number of receives in this end's offer.
     :raises VerbsError: the device cannot be queried.
     """
 
-    def __init__(self, channel: MessageChannel, grants: Grants, cache: RegistrationCache, depth: int) -> None:
+    def __init__(
+        self,
+        channel: MessageChannel,
+        grants: Grants,
+        base: handles.ProtectionDomain,
+        cache: RegistrationCache,
+        depth: int,
+    ) -> None:
         self._channel = channel
         self._grants = grants
+        self._base = base
         self._cache = cache
         self._has_windows = has_windows(channel.qp.handle.context)
-        self._slots = asyncio.Semaphore(max_announced(depth))
+        self._free = max_announced(depth)  # number of further messages that may be unanswered
+        self._waiter: asyncio.Future[None] | None = None  # the one call that waits for that, with the sender's lock
         self._unread_bytes = 0
         self._unanswered: set[asyncio.Future[None]] = set()
         self._finishing: set[asyncio.Task[None]] = set()
@@ -90,34 +103,82 @@ class Announcer:
             because it has too many parts, or the device cannot register its memory.
         :raises Exception: whatever `MessageSender.send` raises.
         """
+        prefix = b"" if immediate is None else IMMEDIATE.pack(immediate)
+        pieces = self._pieces(parts, len(prefix))
+        if pieces is None:
+            return None
+        while not self._free:
+            self._waiter = running_loop().create_future()
+            await self._waiter
+        self._channel.check_sending()
+        announcement = await self._send(pieces, prefix)
+        if announcement is None:
+            return None
+        return functools.partial(self._finish, announcement)
+
+    def announce_now(self, parts: list[memoryview]) -> bool:
+        """Announce a message whose memory does not change until the peer has read it, if that needs no waiting.
+
+        :param parts: the message.
+        :returns: whether the message was announced. If not, nothing was done: `announce` has to wait, or registers its
+            memory in another way, or cannot announce it.
+        :raises Exception: whatever `MessageSender.post_announcement` raises.
+        """
+        pieces = self._pieces(parts, 0)
+        if pieces is None or not self._free or not all(map(self._is_registered_now, pieces)):
+            return False
+        number = self._grants.reserve_number()
+        keys: list[handles.MemoryRegion] = []
+        is_sent = False
+        try:
+            described = [self._register_now(piece, keys) for piece in pieces]
+            is_sent = self._channel.sender.post_announcement(number, pack_announcement(described))
+        except VerbsError:  # `announce` finds out whether fragments have to be sent
+            return False
+        finally:
+            if not is_sent:
+                self._grants.release_number(number)
+                self._take_back(keys)
+        if is_sent:
+            self._expect_answer(number).add_done_callback(functools.partial(self._take_back, keys))
+        return is_sent
+
+    def _pieces(self, parts: list[memoryview], prefix_bytes: int) -> list[bytes | memoryview] | None:
+        """Return a message as pieces: bytes to send with the announcement, and memory that the peer reads.
+
+        :param parts: the message.
+        :param prefix_bytes: number of bytes of the announcement before its description of the pieces.
+        :returns: the pieces; None if these are too many to be announced.
+        """
         short_bytes = sum(len(part) for part in parts if len(part) < _SHORT_BYTES)
         if short_bytes > self._channel.sender.fragment_size:  # before they are joined
             return None
         pieces = list(_join_short(parts))
-        prefix = b"" if immediate is None else IMMEDIATE.pack(immediate)
         if (
-            len(prefix) + announcement_size(len(pieces), short_bytes) > self._channel.sender.fragment_size
+            prefix_bytes + announcement_size(len(pieces), short_bytes) > self._channel.sender.fragment_size
             or sum(isinstance(piece, memoryview) for piece in pieces) > MAX_READ_PARTS
         ):
             return None
-        await self._slots.acquire()
-        announcement = None
-        try:
-            self._channel.check_sending()
-            announcement = await self._send(pieces, prefix)
-        finally:
-            if announcement is None:
-                self._slots.release()
-        if announcement is None:
-            return None
-        self._unanswered.add(announcement.answered)
-        announcement.answered.add_done_callback(self._on_answered)
-        return functools.partial(self._finish, announcement)
+        return pieces
+
+    def _expect_answer(self, number: int) -> "asyncio.Future[None]":
+        """Accept the answer to a message that was just announced, in this turn of the loop.
+
+        :param number: number of the message.
+        :returns: a future that is done when the peer no longer accesses the memory, and cancelled when the connection
+            ends first.
+        """
+        answered = self._grants.expect_answer(number)
+        self._free -= 1
+        self._unanswered.add(answered)
+        answered.add_done_callback(self._on_answered)
+        return answered
 
     def _on_answered(self, answered: "asyncio.Future[None]") -> None:
         """Let a further message be announced, because the peer has answered one or the connection has ended."""
         self._unanswered.discard(answered)
-        self._slots.release()
+        self._free += 1
+        wake(self._waiter)
 
     async def _send(self, pieces: list[bytes | memoryview], prefix: bytes) -> _Announcement | None:
         """Register the memory of a message, and send its announcement.
@@ -141,7 +202,7 @@ class Announcer:
                 self._grants.release_number(number)
                 await wait_uncancelled(memory.aclose())
         # The announcement was posted in this turn of the loop, so no answer was handled yet.
-        answered = self._grants.expect_answer(number)
+        answered = self._expect_answer(number)
         is_constant = all(isinstance(piece, bytes) or type(piece.obj) is bytes for piece in pieces)
         return _Announcement(number, sum(map(len, pieces)), is_constant, answered, memory)
 
@@ -155,9 +216,13 @@ class Announcer:
         """
         if isinstance(piece, bytes):
             return AnnouncedPart(0, len(piece), 0, piece)
+        if self._is_registered_now(piece):
+            keys: list[handles.MemoryRegion] = []
+            memory.callback(self._take_back, keys)
+            return self._register_now(piece, keys)
         qp, access = self._channel.qp, AccessFlags.REMOTE_READ
         key: MemoryWindow | MemoryRegion
-        if not self._has_windows or isinstance(piece.obj, _RESIZABLE) or is_temporary(piece):
+        if not self._is_cached(piece):
             key, remote = await self._grants.register(qp, piece, access)
         else:
             region = await memory.enter_async_context(self._cache.region(piece, AccessFlags.MW_BIND))
@@ -168,6 +233,43 @@ class Announcer:
                 raise
         memory.push_async_callback(self._grants.close_key, key)
         return AnnouncedPart(remote.address, remote.length, remote.rkey)
+
+    def _is_cached(self, piece: memoryview) -> bool:
+        """Return whether the cache registers the memory of a piece. If not, it is registered for the message alone."""
+        return self._has_windows and not isinstance(piece.obj, _RESIZABLE) and not is_temporary(piece)
+
+    def _is_registered_now(self, piece: bytes | memoryview) -> bool:
+        """Return whether a piece needs no registration, or one that takes little time, for the message alone."""
+        return isinstance(piece, bytes) or (not is_large(len(piece)) and not self._is_cached(piece))
+
+    def _register_now(self, piece: bytes | memoryview, keys: list[handles.MemoryRegion]) -> AnnouncedPart:
+        """Return a part of a message as the announcement describes it, after registering its memory for the message.
+
+        :param piece: bytes to send with the announcement, or memory.
+        :param keys: is given the registration, for `_take_back`.
+        :raises VerbsError: the device cannot register the memory.
+        """
+        if isinstance(piece, bytes):
+            return AnnouncedPart(0, len(piece), 0, piece)
+        # A resource of its own, as of a grant, would take as long as the registration. The queue pair takes the key
+        # back when it is closed.
+        key = handles.MemoryRegion(self._base, piece, AccessFlags.REMOTE_READ)
+        keys.append(key)
+        lifecycle_of(self._channel.qp).attach(key)
+        return AnnouncedPart(key.address, key.length, key.rkey)
+
+    def _take_back(self, keys: list[handles.MemoryRegion], _: object = None) -> None:
+        """Take back the keys of a message that the peer no longer reads.
+
+        :param keys: the registrations, whose memory is released.
+        """
+        for key in keys:
+            try:
+                key.destroy()
+            except VerbsError as error:  # it stays attached: the end of the queue pair takes it back
+                self._channel.fail(f"the key of a message could not be invalidated: {error}", copy.copy(error))
+            else:
+                lifecycle_of(self._channel.qp).detach(key)
 
     async def _finish(self, announcement: _Announcement) -> None:
         """Wait until the peer has read a message, and take the keys back. If the memory of the message cannot change

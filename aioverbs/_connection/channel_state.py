@@ -48,6 +48,14 @@ class ChannelUser(Protocol):
         :param immediate: the user's immediate data; None for none.
         """
 
+    def announce_now(self, parts: list[memoryview]) -> bool:
+        """Announce a message whose memory does not change until the peer has read it, if that needs no waiting. The
+        caller has checked that no sender has the lock or waits for it, and that there are credits.
+
+        :param parts: the message.
+        :returns: whether the message was announced. If not, nothing was done.
+        """
+
     def on_ended(self) -> None:
         """Handle that the channel has broken or is being closed. A broken channel that is closed calls this twice."""
 

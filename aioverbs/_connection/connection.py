@@ -37,7 +37,7 @@ from aioverbs.types import AccessFlags
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["Connection", "await_while_busy", "end_of", "on_closed"]
+__all__ = ["Connection", "await_while_busy", "end_of", "on_closed", "send_constant_nowait"]
 
 
 class Connection(Resource, anyio.abc.ObjectStream[bytes]):
@@ -682,6 +682,18 @@ def on_closed(connection: Connection, callback: Callable[[], object]) -> None:
     the `callback` of an earlier call.
     """
     end_of(connection).closed_callback = callback
+
+
+def send_constant_nowait(connection: Connection, message: Payload) -> bool:
+    """Send a message whose memory does not change until the peer has received it, if that is possible without waiting.
+    For use by other packages of the library.
+
+    :param connection: the connection.
+    :param message: the message, of any length.
+    :returns: whether the message was sent. If not, `Connection.send` has to wait, or refuses it.
+    :raises Exception: whatever `Connection.send` raises; nothing was sent.
+    """
+    return connection._open_end().channel.sender.send_constant_nowait(message)
 
 
 async def _deliver(end: ConnectionEnd) -> None:

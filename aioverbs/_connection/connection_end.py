@@ -119,9 +119,24 @@ class ConnectionEnd:
 
         :raises VerbsError: the device cannot be queried.
         """
+        return self._get_announcer().announce(parts, immediate)
+
+    def announce_now(self, parts: list[memoryview]) -> bool:
+        """Announce a message if that needs no waiting: see `Announcer.announce_now`.
+
+        :raises VerbsError: the device cannot be queried.
+        :raises Exception: any other exception that `Announcer.announce_now` raises.
+        """
+        return self._get_announcer().announce_now(parts)
+
+    def _get_announcer(self) -> Announcer:
+        """Return what announces messages. Made for the first one: most idle connections never need it.
+
+        :raises VerbsError: the device cannot be queried.
+        """
         if self.announcer is None:
-            self.announcer = Announcer(self.channel, self.grants, self._cache, self._settings.receive_depth)
-        return self.announcer.announce(parts, immediate)
+            self.announcer = Announcer(self.channel, self.grants, self._base, self._cache, self._settings.receive_depth)
+        return self.announcer
 
     def on_ended(self) -> None:
         """Fail the tasks that wait for grants. If the message channel is broken, also abort the control channel, and

@@ -163,6 +163,40 @@ class MessageSender:
             )
         raise anyio.WouldBlock
 
+    def send_constant_nowait(self, payload: Payload) -> bool:
+        """Send a user message whose memory does not change until the peer has received it, if that is possible without
+        waiting.
+
+        :param payload: the message, as for `send`.
+        :returns: whether the message was sent. If not, `send` has to wait, or refuses it.
+        :raises BrokenResourceError: the channel is broken.
+        :raises ClosedResourceError: the channel is closed, or END was sent.
+        :raises Exception: any other exception that `send` raises; nothing was sent.
+        """
+        self._state.owner.check(self._state, "send_constant_nowait")
+        self._state.check_sending()
+        parts = parts_of(payload)
+        length = sum(map(len, parts))
+        if length <= self.fragment_size:
+            return self.frame.add(payload) or self._send_at_once(parts, None)
+        if (
+            not self._announces
+            or length < _ANNOUNCED_BYTES
+            or length > self._max_message
+            or not self._may_announce_now
+            or not self._state.user.announce_now(parts)
+        ):
+            return False
+        self._sent_otherwise += 1
+        return True
+
+    @property
+    def _may_announce_now(self) -> bool:
+        """Whether no other sender waits, and there is a credit for an announcement, and one to withdraw it with."""
+        credit = self._credits
+        assert credit is not None
+        return not self._in_line and credit.available > RESERVED_CREDITS + 1 + credit.revocations
+
     def _check_length(self, length: int) -> None:
         """Check that the peer accepts messages of a length in bytes.
 
@@ -241,6 +275,24 @@ class MessageSender:
         await self._send_frame(header(FrameKind.ANNOUNCE, flags, 0, number), [memoryview(data)], RESERVED_CREDITS + 1)
         self._announced[number] = True
         self._reserve_credits()
+
+    def post_announcement(self, number: int, data: bytes) -> bool:
+        """Send ANNOUNCE without waiting, if there is a send buffer: see `send_announcement`. `send_constant_nowait` has
+        checked that no other sender waits and that there are credits.
+
+        :param number: number of the message.
+        :param data: payload, at most `fragment_size` bytes.
+        :returns: whether it was sent.
+        :raises Exception: whatever `QueuePair.send` raises; nothing was sent.
+        """
+        buffer = self._buffers.take()
+        if buffer is None:
+            return False
+        buffer.view[: len(data)] = data
+        self._post_buffer(buffer, len(data), header(FrameKind.ANNOUNCE, 0, 0, number))
+        self._announced[number] = True
+        self._reserve_credits()
+        return True
 
     def _reserve_credits(self) -> None:
         """Reserve a credit for each message that may have to be withdrawn, and send what waits for the others."""

@@ -6,7 +6,7 @@ from collections import deque
 
 import anyio
 
-from aioverbs._connection.connection import Connection
+from aioverbs._connection.connection import Connection, send_constant_nowait
 from aioverbs.distributed.framing import Buffers
 
 __all__ = ["Outbox"]
@@ -30,33 +30,41 @@ class Outbox:
         self._sender: asyncio.Task[None] | None = None  # None if all messages were sent
 
     def put(self, messages: list[Buffers]) -> None:
-        """Send messages: a single one at once if that needs no waiting, the others by a task.
+        """Send messages: at once as far as that needs no waiting, the others by a task.
 
         :param messages: messages, each a list of contiguous buffers.
         :raises BrokenResourceError: the connection is broken.
         :raises ClosedResourceError: the connection is closed.
         """
-        if len(messages) == 1 and self._sender is None:
-            message = messages[0]
-            try:
-                self._connection.send_nowait(message[0] if len(message) == 1 else message)
-            except (anyio.WouldBlock, ValueError):
-                pass  # it has to wait, or is too long for one buffer
-            else:
-                return
-        self._messages.extend(messages)
+        sent = 0
         if self._sender is None:
-            self._sender = asyncio.get_running_loop().create_task(self._send())
+            try:
+                for message in messages:
+                    if not send_constant_nowait(self._connection, message[0] if len(message) == 1 else message):
+                        break
+                    sent += 1
+            except BaseException as error:
+                if sent:
+                    self._fail(error)
+                raise
+        if sent < len(messages):
+            self._messages.extend(messages[sent:])
+            if self._sender is None:
+                self._sender = asyncio.get_running_loop().create_task(self._send())
+
+    def _fail(self, error: BaseException) -> None:
+        """Abort the connection after a failure, because a message to the comm lacks a part."""
+        self.failure = error
+        self._messages.clear()
+        self._connection.abort()
 
     async def _send(self) -> None:
-        """Send all messages of the queue. On failure or cancellation, abort the connection: a message lacks a part."""
+        """Send all messages of the queue. On failure or cancellation, abort the connection."""
         try:
             while self._messages:
                 await self._connection.send(self._messages.popleft())
         except BaseException as error:
-            self.failure = error
-            self._messages.clear()
-            self._connection.abort()
+            self._fail(error)
             if not isinstance(error, Exception):
                 raise
             if not isinstance(error, anyio.BrokenResourceError | anyio.ClosedResourceError):

@@ -34,7 +34,7 @@ from aioverbs import (
     listen,
 )
 from aioverbs._connection import announced_messages, announcer, establishment, recycled_memory
-from aioverbs._connection.connection import end_of
+from aioverbs._connection.connection import end_of, send_constant_nowait
 from aioverbs._connection.credits import max_announced
 from aioverbs._connection.handshake import Capabilities
 from aioverbs._connection.wire import (
@@ -1046,6 +1046,115 @@ async def test_a_peer_that_is_lost_while_it_is_read(device: Device) -> None:
             await ends.far.receive()
 
 
+# ---- Messages that are announced without waiting
+
+MANY_BUFFERS = deeper(DEEP, send_buffers=6)
+
+
+async def test_announcing_does_not_wait(device: Device) -> None:
+    async with pair(device, MANY_BUFFERS) as ends:
+        one, two = changeable(1), changeable(2)
+        assert send_constant_nowait(ends.near, [b"head", one])
+        assert send_constant_nowait(ends.near, [two, b"tail"])
+        assert send_constant_nowait(ends.near, b"short")
+        await until(lambda: unread(ends.far) == 2)
+        assert await ends.far.receive() == b"head" + sample(LENGTH, 1)
+        assert await ends.far.receive_buffer() == sample(LENGTH, 2) + b"tail"
+        assert await ends.far.receive() == b"short"
+        assert ends.near.traffic().messages_sent == ends.far.traffic().messages_received == 3
+        await settled(ends)
+        for buffer in (one, two):
+            buffer.extend(b"free to be resized")
+
+
+async def test_announcing_is_refused_where_it_has_to_wait(device: Device) -> None:
+    """The message is sent by a call that waits, in the order of the calls."""
+    async with pair(device, MANY_BUFFERS) as ends:
+        slots = max_announced(MANY_BUFFERS.receive_depth)
+        for number in range(slots):
+            assert send_constant_nowait(ends.near, changeable(number))
+        assert not send_constant_nowait(ends.near, changeable(slots))
+        sending = asyncio.create_task(ends.near.send(changeable(slots)))
+        await asyncio.sleep(0)
+        assert await ends.far.receive() == sample(LENGTH, 0)
+        assert not send_constant_nowait(ends.near, b"must not overtake the task")
+        for number in range(1, slots + 1):
+            assert await ends.far.receive() == sample(LENGTH, number)
+        await sending
+        await settled(ends)
+
+
+async def test_announcing_is_refused_without_credits(device: Device) -> None:
+    async with pair(device) as ends:
+        await use_up(ends.near)
+        data = changeable()
+        assert not send_constant_nowait(ends.near, data)
+        assert not send_constant_nowait(ends.near, b"short")
+        assert not end_of(ends.near).grants._local_grants
+        data.extend(b"free to be resized")
+
+
+@needs(Capability.FAULT_PLAN)
+async def test_memory_that_cannot_be_registered_now_is_not_announced(device: Device) -> None:
+    async with pair(device) as ends:
+        device.faults.fail("reg_mr", errno.ENOMEM)
+        data = changeable()
+        assert not send_constant_nowait(ends.near, data)
+        data.extend(b"free to be resized")
+        await settled(ends)
+
+
+async def test_memory_that_the_cache_registers_is_not_announced_now(device: Device) -> None:
+    held = sample(LENGTH)
+    async with pair(device) as ends:
+        assert not send_constant_nowait(ends.near, held)
+        view = memoryview(bytes(held[1:]))
+        assert send_constant_nowait(ends.near, view)
+        assert await ends.far.receive() == held[1:]
+        await settled(ends)
+
+
+async def test_closing_delivers_what_was_announced_without_waiting(device: Device) -> None:
+    async with pair(device) as ends:
+        assert send_constant_nowait(ends.near, changeable())
+        closing = asyncio.create_task(ends.near.aclose())
+        await until(lambda: end_of(ends.far).channel.eof_received)
+        await asyncio.sleep(0.02)
+        assert not closing.done()
+        assert await ends.far.receive() == sample(LENGTH)
+        await closing
+
+
+@pytest.mark.parametrize("how", ["closed", "aborted by the peer"])
+async def test_the_end_releases_what_was_announced_without_waiting(device: Device, how: str) -> None:
+    async with pair(device, deeper(SMALL, close_timeout_s=0.01)) as ends:
+        data = changeable()
+        assert send_constant_nowait(ends.near, data)
+        await until(lambda: unread(ends.far))
+        if how == "closed":
+            await ends.near.aclose()
+        else:
+            ends.far.abort()
+            await ends.near.wait_lost()
+            await finished(ends.near)
+        await asyncio.sleep(0)
+        data.extend(b"free to be resized")
+        with pytest.raises((BrokenResourceError, ClosedResourceError)):
+            send_constant_nowait(ends.near, b"more")
+
+
+@needs(Capability.FAULT_PLAN)
+async def test_a_key_that_cannot_be_taken_back_breaks_the_connection(device: Device) -> None:
+    async with pair(device) as ends:
+        data = changeable()
+        assert send_constant_nowait(ends.near, data)
+        device.faults.fail("dereg_mr", errno.EIO)
+        assert await ends.far.receive() == sample(LENGTH)
+        assert "could not be invalidated" in str(await ends.near.wait_lost())
+        await ends.near.aclose()
+        data.extend(b"free to be resized")
+
+
 # ---- Hostile peers
 
 
@@ -1112,6 +1221,7 @@ async def test_an_answer_before_the_announcement_breaks_the_connection(
 
         grants = end_of(ends.far).grants
         if while_ == "registering":
+            monkeypatch.setattr("aioverbs._memory.region._LARGE_BYTES", LENGTH)
             monkeypatch.setattr(grants, "register", late)
         else:
             await use_up(ends.far)

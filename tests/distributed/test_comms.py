@@ -25,6 +25,7 @@ from distributed.utils import get_ip
 from distributed.utils_test import has_ipv6
 
 import aioverbs
+from aioverbs._connection.connection import send_constant_nowait
 from aioverbs.distributed import AioverbsBackend, AioverbsComm
 from aioverbs.distributed.domains import get_domain
 from aioverbs.distributed.framing import encode
@@ -433,7 +434,7 @@ async def test_a_comm_whose_message_cannot_be_sent_is_closed(
             raise ValueError("longer than the peer accepts")
 
         monkeypatch.setattr(a._connection, "send", fail)
-        await a.write(to_serialize(np.zeros(1_000_000)))
+        await a.write(to_serialize(np.zeros(3_000_000)))
         await until(lambda: outbox.failure is not None)
         assert a.closed()
         with pytest.raises(CommClosedError, match="longer than the peer accepts"):
@@ -443,9 +444,28 @@ async def test_a_comm_whose_message_cannot_be_sent_is_closed(
     assert "could not be sent" in caplog.text
 
 
+async def test_a_comm_that_sent_only_a_part_of_a_message_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[object] = []
+
+    def send(connection: aioverbs.Connection, message: Any) -> bool:
+        if sent:
+            raise aioverbs.VerbsError("ibv_post_send", errno.ENOMEM)
+        sent.append(message)
+        return send_constant_nowait(connection, message)
+
+    async with pair() as (a, b):
+        monkeypatch.setattr("aioverbs.distributed.outbox.send_constant_nowait", send)
+        with pytest.raises(aioverbs.VerbsError):
+            await a.write([to_serialize(np.zeros(500_000, "u1")) for _ in range(2)])
+        assert a.closed()
+        with pytest.raises(CommClosedError):
+            await b.read()
+    assert len(sent) == 1
+
+
 async def test_a_comm_whose_sender_is_cancelled_is_closed() -> None:
     async with pair() as (a, b):
-        await a.write(to_serialize(np.zeros(1_000_000)))
+        await a.write(to_serialize(np.zeros(3_000_000)))
         await asyncio.sleep(0)
         assert a._outbox._sender is not None
         a._outbox._sender.cancel()

@@ -131,8 +131,9 @@ class AioverbsListener(BaseListener):
         """Make a comm of a connection, and handle it in a task, which alone refers to it: if the task is cancelled
         before its first step, the comm is dropped, which closes the connection.
         """
-        remote = connection.remote_address if connection.broken is None else None
-        local = connection.local_address if connection.broken is None else None
+        is_open = connection.broken is None and not connection.closed  # closed: with its domain
+        remote = connection.remote_address if is_open else None
+        local = connection.local_address if is_open else None
         if remote is None or local is None:  # the peer has gone
             try:
                 connection.abort()

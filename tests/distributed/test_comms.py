@@ -261,6 +261,17 @@ async def test_the_connection_of_a_handler_that_is_cancelled_at_once_is_closed(
     listener.stop()
 
 
+async def test_a_listener_drops_a_connection_that_was_closed_with_its_domain() -> None:
+    listener = await listen(ADDRESS, print)
+    async with aioverbs.listen("127.0.0.1", domain=await get_domain()) as others:
+        connection = await aioverbs.connect("127.0.0.1", others.port, domain=await get_domain())
+        await connection.aclose()
+    tasks = set(listener._tasks)
+    listener._begin(connection)
+    assert listener._tasks == tasks
+    listener.stop()
+
+
 async def test_a_refused_handshake_is_not_repeated() -> None:
     async with aioverbs.listen("127.0.0.1", domain=await get_domain(), secret=b"s") as listener:
         with pytest.raises(FatalCommClosedError, match="secret"):

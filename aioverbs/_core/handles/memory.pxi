@@ -133,6 +133,12 @@ cdef class ProtectionDomain(Handle):
         return None
 
 
+# Combining flags takes as long as registering some pages.
+cdef int LOCAL_WRITE = AccessFlags.LOCAL_WRITE
+cdef int REMOTE_WRITES = AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_ATOMIC
+cdef int WRITES = LOCAL_WRITE | REMOTE_WRITES
+
+
 cdef class MemoryRegion(Handle):
     """Memory region (``ibv_reg_mr``).
 
@@ -154,8 +160,7 @@ cdef class MemoryRegion(Handle):
         cdef void *address
         cdef size_t length
         self._begin()
-        writes = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_ATOMIC
-        if access & (AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_ATOMIC) and not access & AccessFlags.LOCAL_WRITE:
+        if flags & REMOTE_WRITES and not flags & LOCAL_WRITE:
             raise ValueError("REMOTE_WRITE and REMOTE_ATOMIC also need LOCAL_WRITE")
         pd._enter()
         self.context = pd.context
@@ -167,7 +172,7 @@ cdef class MemoryRegion(Handle):
             else:
                 if not PyObject_CheckBuffer(memory):
                     raise TypeError(f"`memory` must support the buffer protocol, got {type(memory).__name__}")
-                PyObject_GetBuffer(memory, &self._buffer, PyBUF_WRITABLE if access & writes else PyBUF_SIMPLE)
+                PyObject_GetBuffer(memory, &self._buffer, PyBUF_WRITABLE if flags & WRITES else PyBUF_SIMPLE)
                 self._has_buffer = True
                 address, length = self._buffer.buf, self._buffer.len
             if not length:

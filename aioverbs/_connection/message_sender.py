@@ -5,7 +5,7 @@ import contextlib
 import functools
 import operator
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import anyio
 
@@ -178,24 +178,22 @@ class MessageSender:
         parts = parts_of(payload)
         length = sum(map(len, parts))
         if length <= self.fragment_size:
-            return self.frame.add(payload) or self._send_at_once(parts, None)
-        if (
-            not self._announces
-            or length < _ANNOUNCED_BYTES
-            or length > self._max_message
-            or not self._may_announce_now
-            or not self._state.user.announce_now(parts)
-        ):
+            return self.frames.send_parts(parts, nowait=True)
+        if length > self._max_message:
             return False
-        self._sent_otherwise += 1
-        return True
+        if not self._announces or length < _ANNOUNCED_BYTES:
+            is_sent = self._post_fragments(parts, length)
+        else:
+            is_sent = self._may_announce_now and self._state.user.announce_now(parts)
+        self._sent_slowly += is_sent
+        return is_sent
 
     @property
     def _may_announce_now(self) -> bool:
         """Whether no other sender waits, and there is a credit for an announcement, and one to withdraw it with."""
         credit = self._credits
         assert credit is not None
-        return not self._in_line and credit.available > RESERVED_CREDITS + 1 + credit.revocations
+        return not self.frames.in_line and credit.available > RESERVED_CREDITS + 1 + credit.revocations
 
     def _check_length(self, length: int) -> None:
         """Check that the peer accepts messages of a length in bytes.
@@ -246,6 +244,39 @@ class MessageSender:
         :param immediate: the user's immediate data, which was checked; None for no immediate data.
         :raises Exception: whatever `send` raises.
         """
+        for head, fragment in self._fragments(parts, length, immediate):
+            await self._send_frame(head, fragment)
+
+    def _post_fragments(self, parts: list[memoryview], length: int) -> bool:
+        """Send a user message in fragments without waiting, if there are credits and send buffers for all of them.
+
+        :param parts: the message.
+        :param length: its length in bytes, more than that of a fragment.
+        :returns: whether the message was sent.
+        :raises Exception: whatever `QueuePair.send` raises; the peer drops the fragments that were sent.
+        """
+        count = -(-(length + TOTAL.size) // self.fragment_size)
+        credit = self._credits
+        assert credit is not None
+        if (
+            self.frames.in_line
+            or credit.available < count + RESERVED_CREDITS + credit.revocations
+            or self.frames.free_buffers < count
+        ):
+            return False
+        for head, fragment in self._fragments(parts, length, None):
+            _ = self.frames.post(fragment, head)
+        return True
+
+    def _fragments(
+        self, parts: list[memoryview], length: int, immediate: int | None
+    ) -> Iterator[tuple[int, list[memoryview]]]:
+        """Yield the fragments of a user message, each as its header and its bytes.
+
+        :param parts: the message.
+        :param length: its length in bytes.
+        :param immediate: the user's immediate data, which was checked; None for no immediate data.
+        """
         flags, prefix = FIRST, b""
         if immediate is not None:
             flags |= HAS_IMMEDIATE
@@ -256,8 +287,7 @@ class MessageSender:
         while True:
             step = min(left, self.fragment_size - len(prefix))
             left -= step
-            fragment = [memoryview(prefix), *cursor.take(step)]
-            await self._send_frame(header(FrameKind.DATA, flags | (0 if left else LAST)), fragment)
+            yield header(FrameKind.DATA, flags | (0 if left else LAST)), [memoryview(prefix), *cursor.take(step)]
             if not left:
                 return
             flags, prefix = 0, b""
@@ -285,11 +315,9 @@ class MessageSender:
         :returns: whether it was sent.
         :raises Exception: whatever `QueuePair.send` raises; nothing was sent.
         """
-        buffer = self._buffers.take()
-        if buffer is None:
+        if not self.frames.free_buffers:
             return False
-        buffer.view[: len(data)] = data
-        self._post_buffer(buffer, len(data), header(FrameKind.ANNOUNCE, 0, 0, number))
+        _ = self.frames.post([memoryview(data)], header(FrameKind.ANNOUNCE, 0, 0, number))
         self._announced[number] = True
         self._reserve_credits()
         return True
@@ -368,7 +396,7 @@ class MessageSender:
         :raises Exception: any other exception that `QueuePair.send` raises; nothing was posted.
         """
         await self._wait_for_credit(reserved)
-        if not self.frames.has_buffer:
+        if not self.frames.free_buffers:
             self.waits += 1
             try:
                 await self._wait_for_buffer()

@@ -1067,6 +1067,38 @@ async def test_announcing_does_not_wait(device: Device) -> None:
             buffer.extend(b"free to be resized")
 
 
+@pytest.mark.parametrize("length", [1024, 1025, 2040, 2041, 6 * 1024 - 8])
+async def test_fragments_are_sent_without_waiting(device: Device, length: int) -> None:
+    """Messages that are too short to be announced."""
+    async with pair(device, MANY_BUFFERS) as ends:
+        assert send_constant_nowait(ends.near, [sample(length)[:10], memoryview(sample(length))[10:]])
+        assert await ends.far.receive() == sample(length)
+        assert ends.near.traffic().messages_sent == 1
+        await works(ends.near, ends.far)
+
+
+async def test_fragments_are_refused_without_enough_buffers_or_credits(device: Device) -> None:
+    async with pair(device, MANY_BUFFERS) as ends:
+        assert not send_constant_nowait(ends.near, sample(6 * 1024 - 7))
+        assert send_constant_nowait(ends.near, sample(6 * 1024 - 8))
+        assert await ends.far.receive() == sample(6 * 1024 - 8)
+        assert ends.near.traffic().messages_sent == 1
+    async with pair(device, deeper(SMALL, send_buffers=6)) as ends:
+        assert ends.near.traffic().credits == 4
+        assert not send_constant_nowait(ends.near, sample(4 * 1024 - 8))
+        assert send_constant_nowait(ends.near, sample(3 * 1024 - 8))
+        assert not send_constant_nowait(ends.near, b"the last credit is reserved")
+        assert await ends.far.receive() == sample(3 * 1024 - 8)
+
+
+async def test_a_message_that_is_too_long_is_refused(device: Device) -> None:
+    async with pair(device) as ends:
+        assert not send_constant_nowait(ends.near, bytearray(SMALL.max_message + 1))
+        assert send_constant_nowait(ends.near, bytearray(SMALL.max_message))
+        assert len(await ends.far.receive()) == SMALL.max_message
+        await settled(ends)
+
+
 async def test_announcing_is_refused_where_it_has_to_wait(device: Device) -> None:
     """The message is sent by a call that waits, in the order of the calls."""
     async with pair(device, MANY_BUFFERS) as ends:

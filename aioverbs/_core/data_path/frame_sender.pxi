@@ -134,9 +134,10 @@ cdef class FrameSender:
     # ---- Buffers
 
     @property
-    def has_buffer(self):
-        """Whether a send buffer is free."""
-        return self._has_buffer()
+    def free_buffers(self):
+        """Number of send buffers that are free."""
+        self._has_buffer()
+        return self.count - self.in_flight
 
     @property
     def oldest(self):

@@ -265,7 +265,8 @@ class MessageSender:
         ):
             return False
         for head, fragment in self._fragments(parts, length, None):
-            _ = self.frames.post(fragment, head)
+            # One after the other would wake the peer for each.
+            _ = self.frames.post(fragment, head, later=not head & LAST)
         return True
 
     def _fragments(

@@ -168,7 +168,7 @@ cdef class FrameSender:
         # Return where the next buffer begins in the memory.
         return self.begin + <Py_ssize_t>self.next * self.size
 
-    cdef Operation _post(self, uint32_t length, int opcode, uint32_t header, bint grows):
+    cdef Operation _post(self, uint32_t length, int opcode, uint32_t header, bint later):
         # Post the next buffer, with an opcode and immediate data. If that raises, the buffer is free again.
         cdef RegionSlice local = RegionSlice.__new__(RegionSlice)
         cdef Operation operation
@@ -176,28 +176,29 @@ cdef class FrameSender:
         immediate = header if opcode == SEND_WITH_IMM else None
         if self.next == <uint32_t>len(self.sends):
             self.sends.append(None)
-        operation = self.requester._message(opcode, local, immediate, 0, 0, None, None, False, grows)
+        operation = self.requester._message(opcode, local, immediate, 0, 0, None, None, False, later)
         self.sends[self.next] = operation
         self.next = self.next + 1 if self.next + 1 < self.count else 0
         self.in_flight += 1
         return operation
 
-    cdef Operation _post_frame(self, uint32_t length, uint32_t header, bint grows):
+    cdef Operation _post_frame(self, uint32_t length, uint32_t header, bint later):
         # Post the next buffer as a frame, which uses a credit and returns those that are owed. If that raises, nothing
         # is used.
         cdef uint32_t returned = self.credits.take()
         try:
-            return self._post(length, SEND_WITH_IMM, header | returned << CREDITS_AT, grows)
+            return self._post(length, SEND_WITH_IMM, header | returned << CREDITS_AT, later)
         except BaseException:           # such as AffinityError: nothing was posted
             self.credits.undo_take(returned)
             raise
 
-    def post(self, list parts not None, header):
+    def post(self, list parts not None, header, *, bint later=False):
         """Post a frame. The caller has made sure that there are a free buffer and a credit.
 
         :param parts: bytes of the frame, memoryviews of format ``B``.
         :param header: header of the frame, without the number of credits; None for a message of the handshake, which
             has no header and uses no credit.
+        :param later: whether to post it together with the next frame, or at the end of the loop's turn.
         :returns: the `Operation` that sends it.
         :raises ValueError: the frame is longer than a buffer. Other errors are those of `SendVerbs`; nothing is posted
             then.
@@ -213,7 +214,7 @@ cdef class FrameSender:
             _copy_parts(self._buffer(), parts)
             if header is None:
                 return self._post(length, SEND, 0, False)
-            return self._post_frame(length, header, False)
+            return self._post_frame(length, header, later)
         finally:
             section_leave(&within)
 

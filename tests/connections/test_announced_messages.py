@@ -1136,14 +1136,23 @@ async def test_memory_that_cannot_be_registered_now_is_not_announced(device: Dev
         await settled(ends)
 
 
-async def test_memory_that_the_cache_registers_is_not_announced_now(device: Device) -> None:
+async def test_large_memory_is_not_announced_now(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread registers it."""
+    monkeypatch.setattr("aioverbs._memory.region._LARGE_BYTES", LENGTH)
+    async with pair(device) as ends:
+        assert not send_constant_nowait(ends.near, [bytearray(LENGTH // 2), bytearray(LENGTH)])
+        assert send_constant_nowait(ends.near, [bytearray(LENGTH - 1), b"one more"])
+        assert len(await ends.far.receive()) == LENGTH + 7
+        await settled(ends)
+
+
+async def test_memory_that_is_announced_now_is_not_cached(device: Device) -> None:
     held = sample(LENGTH)
     async with pair(device) as ends:
-        assert not send_constant_nowait(ends.near, held)
-        view = memoryview(bytes(held[1:]))
-        assert send_constant_nowait(ends.near, view)
-        assert await ends.far.receive() == held[1:]
+        assert send_constant_nowait(ends.near, held)
+        assert await ends.far.receive() == held
         await settled(ends)
+        assert not ends.domain.cache.statistics().misses
 
 
 async def test_closing_delivers_what_was_announced_without_waiting(device: Device) -> None:

@@ -17,8 +17,8 @@ logger = logging.getLogger("aioverbs")
 class Outbox:
     """Queue of messages to send. Writing to a comm does not wait for the peer, as with ``tcp://``: Dask relies on that.
 
-    The memory of a message is not copied, and must not change before the message is sent. The queue is used on the
-    event loop of the connection only.
+    The memory of a long message is not copied, and must not change before the peer has received it. The queue is used
+    on the event loop of the connection only.
 
     :param connection: the open connection.
     """

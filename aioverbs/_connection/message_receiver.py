@@ -8,7 +8,7 @@ import anyio
 from aioverbs._connection.announced_messages import AnnouncedMessage, AnnouncedMessages
 from aioverbs._connection.channel_state import ChannelState
 from aioverbs._connection.message_sender import MessageSender
-from aioverbs._connection.reassembly import Assembly, MessageWithImmediate
+from aioverbs._connection.reassembly import Assembly, ReceivedMessage
 from aioverbs._connection.recycled_memory import recycled_memory_of
 from aioverbs._connection.settings import ConnectionSettings
 from aioverbs._connection.wire import CREDITS_AT, FrameKind, parse_header
@@ -160,7 +160,7 @@ class MessageReceiver:
             while type(item) is AnnouncedMessage:
                 view = await self.announced.read(item)
                 if view is not None:
-                    item = MessageWithImmediate(bytes(view), item.immediate)
+                    item = ReceivedMessage([view], item.immediate)
                 else:
                     item = await self._next()
         finally:
@@ -232,15 +232,16 @@ class MessageReceiver:
             object made from it, exists.
         :raises Exception: whatever `receive` raises.
         """
-        message = await self.receive_view("receive_buffer")
+        message = await self.receive_view("receive_buffer", is_writable=True)
         return message if type(message) is memoryview else memoryview(bytearray(message))
 
-    async def receive_view(self, operation: str) -> bytes | memoryview:
+    async def receive_view(self, operation: str, *, is_writable: bool = False) -> bytes | memoryview:
         """Wait for the next user message, and return it without a further copy. A cancelled call loses no message.
 
         :param operation: name of the caller's method, for error messages.
-        :returns: the message: bytes if it arrived in receives; if it was announced, a memoryview as from
-            `receive_buffer`.
+        :param is_writable: True to join the fragments of a message in writable memory.
+        :returns: the message: bytes if it arrived in one receive, or in several that are not joined in writable memory;
+            else a memoryview as from `receive_buffer`.
         :raises Exception: whatever `receive` raises.
         """
         message: bytes | memoryview | None = self.unread.take()
@@ -251,7 +252,7 @@ class MessageReceiver:
             while True:
                 item = await self._next()
                 if type(item) is not AnnouncedMessage:
-                    message = item if type(item) is bytes else item.data
+                    message = item if type(item) is bytes else item.writable_data if is_writable else item.data
                     break
                 message = await self.announced.read(item)
                 if message is not None:
@@ -265,7 +266,7 @@ class MessageReceiver:
         """Wait for the next message that is not withdrawn. An announced one stays the next one until it is consumed.
 
         :param item: the next item of the inbox, which the caller has taken; None to wait for it.
-        :returns: the message: bytes, a `MessageWithImmediate` or an `AnnouncedMessage`.
+        :returns: the message: bytes, a `ReceivedMessage` or an `AnnouncedMessage`.
         :raises Exception: whatever `receive` raises.
         """
         unread = self.unread
@@ -326,7 +327,7 @@ class MessageReceiver:
         :param data: the received bytes.
         :param immediate: immediate data of the message; None if it has none.
         :param is_written: whether the peer sent the message as an RDMA write, whose bytes are elsewhere.
-        :returns: a complete message for the caller of `receive`, as bytes or a `MessageWithImmediate`, or a message of
+        :returns: a complete message for the caller of `receive`, as bytes or a `ReceivedMessage`, or a message of
             the handshake for the caller of `receive_handshake`, as bytes; None if there is none.
         """
         credit = self._credits

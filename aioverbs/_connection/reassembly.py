@@ -1,21 +1,37 @@
 """PURE: reassembly of fragments into messages."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from aioverbs._connection.wire import FIRST, HAS_IMMEDIATE, IMMEDIATE, LAST, TOTAL
 
-__all__ = ["Assembly", "MessageWithImmediate"]
+__all__ = ["Assembly", "ReceivedMessage"]
 
 # Length in bytes. Shorter fragments are merged, because an object for each would be much larger than the fragment.
 _SHORT_FRAGMENT_BYTES = 256
 
 
 @dataclass(frozen=True, slots=True)
-class MessageWithImmediate:
-    """A message and its immediate data, which is None if it has none."""
+class ReceivedMessage:
+    """A message that arrived in several parts or with immediate data. The parts are joined when the user receives it,
+    into the kind of memory that the user asks for.
 
-    data: bytes
+    :param parts: the bytes of the message.
+    :param immediate: its immediate data; None if it has none.
+    """
+
+    parts: Sequence[bytes | bytearray | memoryview]
     immediate: int | None
+
+    @property
+    def data(self) -> bytes:
+        """The message as new bytes."""
+        return b"".join(self.parts)
+
+    @property
+    def writable_data(self) -> memoryview:
+        """The message in new writable memory."""
+        return memoryview(bytearray().join(self.parts))
 
 
 class Assembly:
@@ -36,13 +52,12 @@ class Assembly:
         """Drop the incomplete message, if any, because the sender cancelled it or sends no more fragments."""
         self._parts = None
 
-    def add(self, data: bytes, flags: int) -> "bytes | MessageWithImmediate | None":
+    def add(self, data: bytes, flags: int) -> "ReceivedMessage | None":
         """Add a fragment to the message; the first fragment of a message begins a new one.
 
         :param data: bytes of the fragment.
         :param flags: flags of its header.
-        :returns: the whole message if the fragment was its last one: a `MessageWithImmediate` if it has immediate data,
-            else bytes. None if fragments are still missing.
+        :returns: the whole message if the fragment was its last one; None if fragments are still missing.
         :raises ValueError: the fragment violates the protocol.
         """
         offset = 0
@@ -76,9 +91,8 @@ class Assembly:
             raise ValueError(f"the peer sent {received:,} bytes of a message of {self._total:,}")
         if not is_last:
             return None
-        message = b"".join(self._parts)
-        self._parts = None
-        return message if self._immediate is None else MessageWithImmediate(message, self._immediate)
+        parts, self._parts = self._parts, None
+        return ReceivedMessage(parts, self._immediate)
 
 
 def _require(data: bytes, size: int) -> bytes:

@@ -157,6 +157,20 @@ def test_short_fragments_need_little_memory() -> None:
     assert kept < 4 * count
 
 
+def test_fragments_are_joined_in_the_memory_that_is_asked_for() -> None:
+    subject = Assembly(1 << 20)
+    assert subject.add(TOTAL.pack(700) + b"a" * 300, FIRST) is None
+    assert subject.add(b"b" * 300, 0) is None
+    message = subject.add(b"c" * 100, LAST)
+    assert message is not None
+    whole = b"a" * 300 + b"b" * 300 + b"c" * 100
+    one, other = message.writable_data, message.writable_data
+    assert message.data == one == whole
+    assert (one.format, one.ndim, message.immediate) == ("B", 1, None)
+    one[:] = bytes(700)
+    assert other == whole
+
+
 # ---- Frames
 
 

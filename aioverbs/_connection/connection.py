@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import Callable, Coroutine, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import anyio
 import anyio.abc
@@ -423,7 +423,8 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         :returns: an awaitable that returns a memoryview of format ``B``, as long as the message.
         :raises Exception: whatever `receive` raises.
         """
-        return self._open_end().channel.receiver.receive_buffer()
+        received = self._open_end().channel.receiver.receive_view("receive_buffer", is_writable=True)
+        return cast("Coroutine[Any, Any, memoryview]", received)
 
     async def receive_with_immediate(self) -> tuple[bytes, int | None]:
         """Wait for the next message, and return it with its immediate data. A cancelled call loses no message.

@@ -225,42 +225,31 @@ class MessageReceiver:
             )
         return length
 
-    async def receive_buffer(self) -> memoryview:
-        """Wait for the next user message, and return it in writable memory. A cancelled call loses no message.
-
-        :returns: the message, of format ``B``, in memory that is used for nothing else while the memoryview, or an
-            object made from it, exists.
-        :raises Exception: whatever `receive` raises.
-        """
-        message = await self.receive_view("receive_buffer", is_writable=True)
-        return message if type(message) is memoryview else memoryview(bytearray(message))
-
     async def receive_view(self, operation: str, *, is_writable: bool = False) -> bytes | memoryview:
         """Wait for the next user message, and return it without a further copy. A cancelled call loses no message.
 
         :param operation: name of the caller's method, for error messages.
-        :param is_writable: True to join the fragments of a message in writable memory.
-        :returns: the message: bytes if it arrived in one receive, or in several that are not joined in writable memory;
-            else a memoryview as from `receive_buffer`.
+        :param is_writable: True to return writable memory, as a memoryview of format ``B``.
+        :returns: the message. A memoryview is one of memory that is used for nothing else while it, or an object made
+            from it, exists.
         :raises Exception: whatever `receive` raises.
         """
-        message: bytes | memoryview | None = self.unread.take()
-        if message is not None:
-            return message
-        self.unread.begin(operation)
-        try:
-            while True:
+        item: Any = self.unread.take()
+        if item is None:
+            self.unread.begin(operation)
+            try:
                 item = await self._next()
-                if type(item) is not AnnouncedMessage:
-                    message = item if type(item) is bytes else item.writable_data if is_writable else item.data
-                    break
-                message = await self.announced.read(item)
-                if message is not None:
-                    break
-        finally:
-            self.unread.receiving = False
-        self.unread.finish()
-        return message
+                while type(item) is AnnouncedMessage:
+                    item = await self.announced.read(item)
+                    if item is None:
+                        item = await self._next()
+            finally:
+                self.unread.receiving = False
+            self.unread.finish()
+        if type(item) is ReceivedMessage:
+            return item.writable_data if is_writable else item.data
+        message: bytes | memoryview = item
+        return memoryview(bytearray(message)) if is_writable and type(message) is bytes else message
 
     async def _next(self, item: Any = None) -> Any:
         """Wait for the next message that is not withdrawn. An announced one stays the next one until it is consumed.

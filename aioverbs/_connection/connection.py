@@ -694,6 +694,8 @@ def send_constant_nowait(connection: Connection, message: Payload) -> bool:
     :returns: whether the message was sent. If not, `Connection.send` has to wait, or refuses it.
     :raises Exception: whatever `Connection.send` raises; nothing was sent.
     """
+    if connection._lifecycle.state is OPEN and connection._frames.send(message, nowait=True):
+        return True
     return connection._open_end().channel.sender.send_constant_nowait(message)
 
 

@@ -177,10 +177,10 @@ class MessageSender:
         self._state.check_sending()
         parts = parts_of(payload)
         length = sum(map(len, parts))
-        if length <= self.fragment_size:
-            return self.frames.send_parts(parts, nowait=True)
         if length > self._max_message:
             return False
+        if length <= self.fragment_size:
+            return self.frames.send_parts(parts, nowait=True)
         if not self._announces or length < _ANNOUNCED_BYTES:
             is_sent = self._post_fragments(parts, length)
         else:

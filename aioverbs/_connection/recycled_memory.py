@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import weakref
 from collections import deque
+from time import monotonic
 
 from aioverbs._core.data_path.data_path import RegionSlice
 from aioverbs._lifecycle.affinity import running_loop
@@ -16,6 +17,7 @@ from aioverbs.types import AccessFlags
 __all__ = ["RecycledMemory", "recycled_memory_of"]
 
 _MAX_IDLE_BYTES = 256 << 20
+_KEEP_S = 1.0
 _SMALLEST_STEP = 16 << 10
 _STEPS = 4  # sizes from one power of two to the next, so that less than a quarter of a region is unused
 
@@ -24,7 +26,8 @@ class RecycledMemory:
     """Registered memory of a protection domain, for the connections of all event loops.
 
     There is nothing to release: memory is used again when no memoryview of it, and no object made from one, exists any
-    longer. Up to 256 MiB are kept for that.
+    longer. Up to 256 MiB are kept for that; and for a second that which was returned last, so that even longer messages
+    that follow each other find memory whose pages exist.
 
     :param domain: domain that the memory is registered with, and closed together with.
     """
@@ -37,6 +40,7 @@ class RecycledMemory:
         self._pd = domain.base
         self._loop: asyncio.AbstractEventLoop | None = None  # on which memory was last taken
         self._trimming: asyncio.Task[None] | None = None
+        self._returned_at = 0.0  # when memory was last returned, by the monotonic clock
         # Regions that are not in use; the last one was used last. Other loops, and finalizers in any thread, change it
         # at any time, so it is copied before it is searched, and the one that removes a region has it.
         self._idle: deque[MemoryRegion] = deque()
@@ -99,6 +103,7 @@ class RecycledMemory:
         """
         _, region = self._in_use.pop(id(reference))
         self._idle.append(region)
+        self._returned_at = monotonic()
         loop = self._loop
         if loop is not None and self._surplus() > 0 and not lifecycle_of(self._pd).inherited:
             with contextlib.suppress(RuntimeError):  # the loop is closed: another one trims when it returns memory
@@ -115,11 +120,20 @@ class RecycledMemory:
             self._trimming = loop.create_task(self._trim())
 
     async def _trim(self) -> None:
-        """Deregister the memory that was not used for the longest time, until at most 256 MiB are not in use.
+        """Deregister the memory that was not used for the longest time, until at most 256 MiB are not in use. The last
+        of it stays for a second.
 
         :raises VerbsError: the device cannot deregister it. It is closed together with the domain.
         """
-        while self._surplus() > 0 and (region := self._take_idle()) is not None:
+        while self._surplus() > 0:
+            rest_s = self._returned_at + _KEEP_S - monotonic()
+            if len(self._idle) == 1 and rest_s > 0:
+                loop = running_loop()
+                loop.call_later(rest_s, self._start_trimming, loop)
+                return
+            region = self._take_idle()
+            if region is None:
+                return
             await region.aclose()
 
 

@@ -442,6 +442,25 @@ async def test_idle_memory_is_bounded(device: Device, monkeypatch: pytest.Monkey
         assert sum(map(len, memory._idle)) <= 2 * LENGTH
 
 
+async def test_memory_above_the_limit_is_kept_for_a_while(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recycled_memory, "_MAX_IDLE_BYTES", LENGTH // 2)
+    monkeypatch.setattr(recycled_memory, "_KEEP_S", 1000)
+    async with device.resource_domain() as domain:
+        memory = recycled_memory.recycled_memory_of(domain)
+        taken = [await memory.take(LENGTH) for _ in range(2)]
+        first, last = (each.region for each, _ in taken)
+        while taken:
+            del taken[0]
+        await until(lambda: first.closed)
+        await until(lambda: memory._trimming is not None and memory._trimming.done())
+        taken = [await memory.take(LENGTH)]
+        assert taken[0][0].region is last
+        monkeypatch.setattr(recycled_memory, "_KEEP_S", 0.01)
+        taken.clear()
+        await until(lambda: last.closed)
+        assert not memory._idle
+
+
 @needs(Capability.FAULT_PLAN)
 @pytest.mark.parametrize("count", [1, 2, 3])
 async def test_idle_memory_makes_room_for_other_sizes(device: Device, count: int) -> None:

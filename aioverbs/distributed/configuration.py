@@ -5,7 +5,7 @@
                                    or soft0 if there is none
 ``transport``      ``"auto"``      how connections are established, as for `aioverbs.connect`
 ``message-model``  ``"DEFAULT"``   name of the `aioverbs.MessageModel` by which awaits wait
-``buffer-size``    ``"64 KiB"``    `aioverbs.ConnectionSettings.buffer_size`
+``buffer-size``    ``"66 KiB"``    `aioverbs.ConnectionSettings.buffer_size`: an array of 64 KiB and its header fit
 ``receive-depth``  16              `aioverbs.ConnectionSettings.receive_depth`
 ``send-buffers``   8               `aioverbs.ConnectionSettings.send_buffers`
 =================  ==============  ====================================================================================
@@ -34,7 +34,7 @@ DEFAULTS = {
     "device": None,
     "transport": "auto",
     "message-model": MessageModel.DEFAULT.name,
-    "buffer-size": "64 KiB",
+    "buffer-size": "66 KiB",
     "receive-depth": 16,
     "send-buffers": 8,
 }

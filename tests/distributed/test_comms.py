@@ -73,6 +73,14 @@ async def test_an_object_of_several_shards_arrives_as_one() -> None:
         np.testing.assert_array_equal(await b.read(), array)
 
 
+async def test_an_array_of_64_kib_needs_one_buffer() -> None:
+    async with pair() as (a, b):
+        available = a._connection.traffic().credits
+        await a.write({"op": "put", "data": to_serialize(np.ones(1 << 16, "u1"))})
+        assert a._connection.traffic().credits == available - 1
+        assert (await b.read())["data"].sum() == 1 << 16
+
+
 async def test_messages_arrive_in_order_whatever_their_size() -> None:
     sizes = [10, 3_000_000, 10, 100_000, 10]
     async with pair() as (a, b):

@@ -79,9 +79,9 @@ RDMA_LIMIT_S = 2100
 SOAK_LIMIT_S = 7200
 PYTHONS = nox.project.python_versions(PYPROJECT)
 THREAD = "-fsanitize=thread -fno-omit-frame-pointer -O1 -g"
-# Tests spend much of their time asleep or waiting for other processes, so they run in parallel. Only a few at once,
-# since they have time limits.
-PARALLEL = ["--numprocesses=auto", "--maxprocesses=4", "--dist=worksteal"]
+# Tests spend much of their time asleep or waiting for other processes, so they run in parallel, in one process more
+# than there are processors. Only a few at once, since they have time limits.
+PARALLEL = [f"--numprocesses={min(len(os.sched_getaffinity(0)) + 1, 4)}", "--dist=worksteal"]
 SANITIZER_MARKERS = "not rdma and not slow and not toolchain"
 # Folders whose tests exercise C and Cython. The tests of commands, servers, services and packaging cover Python code
 # above these, in processes that start slowly under a sanitizer.

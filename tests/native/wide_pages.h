@@ -93,6 +93,19 @@ int WIDE(munmap)(void *address, size_t size)
     return is_refused(address, 0) ? -1 : REAL(munmap)(address, to_pages(size));
 }
 
+/* Leave out the pages of this machine that are missing at the beginning of a wide page. Memory that the C library maps
+ * has this machine's pages, so it may begin and end anywhere in a wide one. */
+static void leave_out_missing(void **address, size_t *size)
+{
+    size_t page = (size_t)REAL(sysconf)(_SC_PAGESIZE);
+    char *last = (char *)*address + PAGE - page;
+
+    while ((char *)*address < last && *size > page && REAL(msync)(*address, page, MS_ASYNC) && errno == ENOMEM) {
+        *address = (char *)*address + page;
+        *size -= page;
+    }
+}
+
 int WIDE(madvise)(void *address, size_t size, int advice)
 {
     bool populates = advice == MADV_POPULATE_READ || advice == MADV_POPULATE_WRITE;
@@ -103,8 +116,11 @@ int WIDE(madvise)(void *address, size_t size, int advice)
         errno = EINVAL;
         return -1;
     }
-    atomic_fetch_add(&populated, populates);
-    return REAL(madvise)(address, to_pages(size), advice);
+    if (!populates)
+        return REAL(madvise)(address, to_pages(size), advice);
+    atomic_fetch_add(&populated, 1);
+    leave_out_missing(&address, &size);
+    return REAL(madvise)(address, size, advice);
 }
 
 int WIDE(msync)(void *address, size_t size, int flags)
@@ -112,7 +128,8 @@ int WIDE(msync)(void *address, size_t size, int flags)
     if (is_refused(address, 0))
         return -1;
     atomic_fetch_add(&looked_at, 1);
-    return REAL(msync)(address, to_pages(size), flags);
+    leave_out_missing(&address, &size);
+    return REAL(msync)(address, size, flags);
 }
 
 #endif

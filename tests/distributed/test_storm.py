@@ -17,6 +17,7 @@ import dask.config
 import dask.dataframe as dd
 import numpy as np
 import pandas as pd
+import psutil
 import pytest
 from distributed import Client, LocalCluster
 
@@ -136,8 +137,15 @@ def check_sums(sums: pd.DataFrame) -> None:
 
 
 async def workers_of(client: Client) -> list[int]:
-    """Return the process identifiers of the workers."""
-    return list((await client.run(os.getpid)).values())
+    """Return the process identifiers of both workers, once both answer: the scheduler may not have noticed yet that an
+    earlier one was killed.
+    """
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            answers = list((await client.run(os.getpid, on_error="return")).values())
+            if len(answers) == 2 and all(isinstance(answer, int) for answer in answers):
+                return answers
+            await asyncio.sleep(0.05)
 
 
 async def check_kill(cluster: Nodes, victim: str, chance: random.Random) -> str:
@@ -153,11 +161,14 @@ async def check_kill(cluster: Nodes, victim: str, chance: random.Random) -> str:
         future = start_shuffle(client)
         await asyncio.sleep(chance.random())
         if victim == "worker":
-            os.kill(chance.choice(pids), signal.SIGKILL)
+            ending = [chance.choice(pids)]
+            os.kill(ending[0], signal.SIGKILL)
         elif victim == "scheduler":
+            ending = pids
             cluster.scheduler.kill()
         else:
             nanny = cluster.nannies.pop(chance.randrange(2))
+            ending = [child.pid for child in psutil.Process(nanny.pid).children(recursive=True)]
             nanny.kill()
             nanny.wait()
         result: Any
@@ -171,8 +182,8 @@ async def check_kill(cluster: Nodes, victim: str, chance: random.Random) -> str:
             check_sums(result)
     if victim == "scheduler":
         await cluster.wait_for_end()
-        wait_for_ends(pids)
-    elif victim == "nanny":
+    wait_for_ends(ending)
+    if victim == "nanny":
         async with asyncio.timeout(LIMIT_S):
             await cluster.add_nanny()
     return outcome

@@ -130,7 +130,8 @@ async def test_a_close_that_is_cancelled_during_the_verb_raises_that_if_it_fails
         assert qp.state is ResourceState.OPEN
         drain.__self__._poll_recv_cq = poll
         await asyncio.wait([establishing])
-        assert isinstance(establishing.exception(), ClosedResourceError)
+        # The verb of its next step fails, if it goes on only after the close: the queue pair is open, but in ERR.
+        assert isinstance(establishing.exception(), ClosedResourceError | VerbsError)
 
 
 async def test_a_handshake_does_not_wait_for_others_of_the_server(device: Device, helpers: Helpers) -> None:

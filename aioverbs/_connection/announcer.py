@@ -131,7 +131,7 @@ class Announcer:
         if (
             pieces is None
             or not self._free
-            or any(isinstance(each, memoryview) and is_large(len(each)) for each in pieces)
+            or is_large(sum(len(each) for each in pieces if isinstance(each, memoryview)))
         ):
             return False
         number = self._grants.reserve_number()
@@ -280,11 +280,12 @@ class Announcer:
         and the peer has at most 8 MiB of such messages to read, do not wait.
 
         If this is cancelled, the message is withdrawn. If its memory can change, the keys are taken back before this
-        raises, even if the peer does not answer within 5 seconds.
+        raises, even if the peer does not answer within 5 seconds. If a key cannot be invalidated, the connection
+        breaks.
 
         :raises BrokenResourceError: the connection broke first.
         :raises ClosedResourceError: this end closed the connection first.
-        :raises VerbsError: a key could not be invalidated; the connection breaks.
+        :raises VerbsError: a key of memory in the registration cache could not be invalidated.
         """
         answered = announcement.answered
         if announcement.is_constant and self._unread_bytes + announcement.length <= _MAX_UNREAD_BYTES:

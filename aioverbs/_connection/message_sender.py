@@ -181,19 +181,25 @@ class MessageSender:
             return False
         if length <= self.fragment_size:
             return self.frames.send_parts(parts, nowait=True)
-        if not self._announces or length < _ANNOUNCED_BYTES:
-            is_sent = self._post_fragments(parts, length)
-        else:
-            is_sent = self._may_announce_now and self._state.user.announce_now(parts)
+        if self.frames.in_line:
+            return False
+        self.frames.in_line += 1  # finalizers and signal handlers, which may run in the middle, must not send
+        try:
+            if not self._announces or length < _ANNOUNCED_BYTES:
+                is_sent = self._post_fragments(parts, length)
+            else:
+                is_sent = self._may_announce_now and self._state.user.announce_now(parts)
+        finally:
+            self.frames.in_line -= 1
         self._sent_slowly += is_sent
         return is_sent
 
     @property
     def _may_announce_now(self) -> bool:
-        """Whether no other sender waits, and there is a credit for an announcement, and one to withdraw it with."""
+        """Whether there is a credit for an announcement, and one to withdraw it with."""
         credit = self._credits
         assert credit is not None
-        return not self.frames.in_line and credit.available > RESERVED_CREDITS + 1 + credit.revocations
+        return credit.available > RESERVED_CREDITS + 1 + credit.revocations
 
     def _check_length(self, length: int) -> None:
         """Check that the peer accepts messages of a length in bytes.
@@ -258,11 +264,7 @@ class MessageSender:
         count = -(-(length + TOTAL.size) // self.fragment_size)
         credit = self._credits
         assert credit is not None
-        if (
-            self.frames.in_line
-            or credit.available < count + RESERVED_CREDITS + credit.revocations
-            or self.frames.free_buffers < count
-        ):
+        if credit.available < count + RESERVED_CREDITS + credit.revocations or self.frames.free_buffers < count:
             return False
         for head, fragment in self._fragments(parts, length, None):
             # One after the other would wake the peer for each.
@@ -397,23 +399,23 @@ class MessageSender:
         :raises Exception: any other exception that `QueuePair.send` raises; nothing was posted.
         """
         await self._wait_for_credit(reserved)
-        if not self.frames.free_buffers:
+        oldest = self.frames.awaited
+        if oldest is not None:
             self.waits += 1
             try:
-                await self._wait_for_buffer()
+                await self._wait_for_buffer(oldest)
             except (BrokenResourceError, ClosedResourceError, WorkCompletionError) as error:
                 self._state.raise_ended(error)
             await self._wait_for_credit(reserved)
         _ = self.frames.post(parts, immediate)
 
-    async def _wait_for_buffer(self) -> None:
+    async def _wait_for_buffer(self, oldest: Operation[None]) -> None:
         """Wait until the oldest send in flight has ended, so that its buffer is free. The caller holds the lock.
 
+        :param oldest: the send.
         :raises WorkCompletionError: the send or a probe completed with an error.
         :raises Exception: whatever `probe` raises, or another exception that `Operation` lists for an await.
         """
-        oldest = self.frames.oldest
-        assert oldest is not None
         if oldest is self._awaited:  # by a cancelled caller, and an operation can be awaited only once
             await self.probe()
         else:

@@ -67,7 +67,8 @@ cdef class FrameSender:
     cdef list sends
     cdef Credits credits
     cdef bint refuses                   # whether no user message is sent at once: before the start, and after the end
-    cdef public uint32_t in_line        # number of senders in more than one step; no other message may overtake them
+    # Number of senders in more than one step, which others must not overtake; one that posts a frame is another one.
+    cdef public uint32_t in_line
     cdef Py_ssize_t capacity            # size limit of a frame in bytes
     cdef Py_ssize_t max_message         # length of the longest message that the peer accepts, in bytes
     cdef Py_ssize_t max_shared          # the same of one that shares a frame
@@ -101,7 +102,7 @@ cdef class FrameSender:
         self.sends = []
         self.refuses = True
 
-    def start(self, Credits credit not None, Py_ssize_t capacity, Py_ssize_t max_message, Py_ssize_t max_shared):
+    def start(self, Credits credit not None, Py_ssize_t capacity, uint64_t max_message, Py_ssize_t max_shared):
         """Begin to send frames with credits.
 
         :param credit: credits of this end.
@@ -111,8 +112,8 @@ cdef class FrameSender:
         """
         self.credits = credit
         self.capacity = min(capacity, <Py_ssize_t>self.size)
-        self.max_message = max_message
-        self.max_shared = min(max_message, max_shared)
+        self.max_message = <Py_ssize_t>min(max_message, <uint64_t>PY_SSIZE_T_MAX)
+        self.max_shared = min(self.max_message, max_shared)
         self.refuses = False
 
     def refuse(self):
@@ -140,10 +141,9 @@ cdef class FrameSender:
         return self.count - self.in_flight
 
     @property
-    def oldest(self):
-        """The oldest send in flight, an `Operation`; None if none is in flight."""
-        self._has_buffer()
-        return self.sends[self._oldest()] if self.in_flight else None
+    def awaited(self):
+        """The oldest send in flight, an `Operation`, if no buffer is free; else None."""
+        return None if self._has_buffer() else self.sends[self._oldest()]
 
     cdef inline uint32_t _oldest(self) noexcept:
         # Return the number of the oldest buffer in flight.
@@ -300,10 +300,6 @@ cdef class FrameSender:
         # Send a message in a frame of its own. If other frames are in flight, later messages can be added to this one.
         # Return False if the caller has to wait.
         cdef uint32_t before = 0 if immediate == NO_IMMEDIATE else NUMBER_BYTES
-        cdef uint32_t header = WHOLE_HEADER
-        cdef bint shares
-        cdef char *buffer
-        cdef Operation operation
         if (
             self.refuses
             or self.in_line
@@ -313,7 +309,20 @@ cdef class FrameSender:
             or not self._has_buffer()
         ):
             return False
-        shares = (
+        self.in_line += 1   # posting makes objects: finalizers that run then must not use the same buffer
+        try:
+            self._post_alone(parts, data, length, immediate)
+        finally:
+            self.in_line -= 1
+        return True
+
+    cdef int _post_alone(self, list parts, const char *data, Py_ssize_t length, int64_t immediate) except -1:
+        # Do the rest of `_send_alone`: a buffer and a credit are there.
+        cdef uint32_t before = 0 if immediate == NO_IMMEDIATE else NUMBER_BYTES
+        cdef uint32_t header = WHOLE_HEADER
+        cdef char *buffer
+        cdef Operation operation
+        cdef bint shares = (
             immediate == NO_IMMEDIATE
             and (self.in_flight or self.is_shared)
             and length <= self.max_shared
@@ -332,11 +341,11 @@ cdef class FrameSender:
         _copy(buffer + before, parts, data, length)
         operation = self._post_frame(<uint32_t>length + before, header, shares)
         if shares:
-            self.shared = operation
             self.shared_at = buffer
             self.used = <uint32_t>length + before
             self.is_shared = False
-        return True
+            self.shared = operation
+        return 0
 
 
 cdef Py_ssize_t _length_of(list parts) except -1:

@@ -163,12 +163,13 @@ class MessageReceiver:
                     item = ReceivedMessage([view], item.immediate)
                 else:
                     item = await self._next()
+            data = item if type(item) is bytes else self._join(item)
         finally:
             self.unread.receiving = False
         self.unread.finish()
-        if type(item) is bytes:
-            return (item, None) if with_immediate else item
-        return (item.data, item.immediate) if with_immediate else item.data
+        if with_immediate:
+            return data, None if type(item) is bytes else item.immediate
+        return data
 
     async def receive_into(self, buffer: "Buffer") -> int:
         """Wait for the next user message, and copy it to memory of the caller. A cancelled call loses no message.
@@ -192,9 +193,12 @@ class MessageReceiver:
             while True:
                 item = await self._next()
                 if type(item) is not AnnouncedMessage:
-                    data = item if type(item) is bytes else item.data
-                    length = self._check_fits(item, len(data), view)
-                    view[:length] = data
+                    parts = (item,) if type(item) is bytes else item.parts
+                    length = self._check_fits(item, sum(map(len, parts)), view)
+                    at = 0
+                    for part in parts:
+                        view[at : at + len(part)] = part
+                        at += len(part)
                     break
                 length = self._check_fits(item, item.length, view)
                 if item.reading is not None:  # another call, which was cancelled, has begun to read it
@@ -211,6 +215,18 @@ class MessageReceiver:
             self.unread.receiving = False
         self.unread.finish()
         return length
+
+    def _join(self, message: ReceivedMessage, is_writable: bool = False) -> bytes | memoryview:
+        """Return the bytes of a message. If there is no memory for them, it stays the next message.
+
+        :param is_writable: True to return writable memory, as a memoryview of format ``B``.
+        :raises MemoryError: there is no memory for the message.
+        """
+        try:
+            return message.writable_data if is_writable else message.data
+        except MemoryError:
+            self.unread.held = message
+            raise
 
     def _check_fits(self, item: object, length: int, view: memoryview) -> int:
         """Check that a message fits in a buffer. If it does not, it stays the next message.
@@ -243,11 +259,11 @@ class MessageReceiver:
                     item = await self.announced.read(item)
                     if item is None:
                         item = await self._next()
+                if type(item) is ReceivedMessage:
+                    item = self._join(item, is_writable)
             finally:
                 self.unread.receiving = False
             self.unread.finish()
-        if type(item) is ReceivedMessage:
-            return item.writable_data if is_writable else item.data
         message: bytes | memoryview = item
         return memoryview(bytearray(message)) if is_writable and type(message) is bytes else message
 

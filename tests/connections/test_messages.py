@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import errno
 import random
+from collections.abc import Callable
 from typing import Any
 
 import anyio
@@ -14,15 +15,17 @@ from aioverbs import (
     BrokenResourceError,
     BusyResourceError,
     ClosedResourceError,
+    Connection,
     ConnectionSettings,
     Device,
     WcStatus,
 )
 from aioverbs._connection.connection import end_of
+from aioverbs._connection.reassembly import ReceivedMessage
 from aioverbs._connection.wire import FrameKind, header
 from aioverbs._verbs import qp_defaults as repeating
 from tests.capabilities import Capability, needs
-from tests.connections.ends import SMALL, deeper, pair, use_up
+from tests.connections.ends import SMALL, deeper, pair, use_up, works
 from tests.holding import hold, unhold
 from tests.pace import fewer, patience
 from tests.waiting import until
@@ -337,6 +340,35 @@ async def test_messages_longer_than_the_peer_accepts(device: Device) -> None:
         with pytest.raises(ValueError, match="at most 5,000 bytes"):
             await ends.near.send(bytes(5001))
         assert await _one(ends.near, ends.far, bytes(5000)) == bytes(5000)
+
+
+async def test_the_longest_message_may_have_any_length(device: Device) -> None:
+    async with pair(device, deeper(SMALL, max_message=2**64 - 1)) as ends:
+        for length in (1, 10_000):
+            await ends.near.send(sample(length))
+            assert await ends.far.receive() == sample(length)
+
+
+@pytest.mark.parametrize("length", [5000, 400_000])
+@pytest.mark.parametrize("receive", [Connection.receive, Connection.receive_buffer])
+async def test_a_message_for_which_there_is_no_memory_stays_the_next_one(
+    device: Device, monkeypatch: pytest.MonkeyPatch, length: int, receive: Callable[[Connection], Any]
+) -> None:
+    def refuse(_: ReceivedMessage) -> bytes:
+        raise MemoryError
+
+    async with pair(device) as ends:
+        sending = asyncio.create_task(ends.near.send(sample(length)))
+        with monkeypatch.context() as patch:
+            patch.setattr(ReceivedMessage, "data", property(refuse))
+            patch.setattr(ReceivedMessage, "writable_data", property(refuse))
+            if length < 400_000 or receive is Connection.receive:  # else it is read into memory that is there
+                for _ in range(2):
+                    with pytest.raises(MemoryError):
+                        await receive(ends.far)
+        assert bytes(await receive(ends.far)) == sample(length)
+        await sending
+        await works(ends.near, ends.far)
 
 
 async def test_receiving_after_send_eof(device: Device) -> None:

@@ -17,7 +17,9 @@ from aioverbs.types import AccessFlags
 __all__ = ["RecycledMemory", "recycled_memory_of"]
 
 _MAX_IDLE_BYTES = 256 << 20
+_MAX_RECENT_BYTES = 5 << 28  # a message of 1 GiB, and what it leaves unused of its region
 _KEEP_S = 1.0
+_EARLY_S = 0.005  # by which a timer may fire too early
 _SMALLEST_STEP = 16 << 10
 _STEPS = 4  # sizes from one power of two to the next, so that less than a quarter of a region is unused
 
@@ -26,8 +28,9 @@ class RecycledMemory:
     """Registered memory of a protection domain, for the connections of all event loops.
 
     There is nothing to release: memory is used again when no memoryview of it, and no object made from one, exists any
-    longer. Up to 256 MiB are kept for that; and for a second that which was returned last, so that even longer messages
-    that follow each other find memory whose pages exist.
+    longer. Up to 256 MiB are kept for that. The memory of a message up to 1 GiB that was returned last is kept for a
+    second, so that long messages that follow each other find memory whose pages exist; if the event loop ends
+    meanwhile, until another one takes memory.
 
     :param domain: domain that the memory is registered with, and closed together with.
     """
@@ -40,6 +43,7 @@ class RecycledMemory:
         self._pd = domain.base
         self._loop: asyncio.AbstractEventLoop | None = None  # on which memory was last taken
         self._trimming: asyncio.Task[None] | None = None
+        self._waiting: asyncio.AbstractEventLoop | None = None  # trims when the last region was kept for long enough
         self._returned_at = 0.0  # when memory was last returned, by the monotonic clock
         # Regions that are not in use; the last one was used last. Other loops, and finalizers in any thread, change it
         # at any time, so it is copied before it is searched, and the one that removes a region has it.
@@ -57,7 +61,9 @@ class RecycledMemory:
         :raises OSError: the process cannot map that much memory, even then.
         :raises ClosedResourceError: the domain is closed.
         """
-        self._loop = running_loop()
+        self._loop = loop = running_loop()
+        if self._waiting is not None and self._waiting.is_closed():
+            self._stop_waiting(loop)
         size = _rounded(length)
         while (region := self._take_idle(size)) is None:
             try:
@@ -105,13 +111,19 @@ class RecycledMemory:
         self._idle.append(region)
         self._returned_at = monotonic()
         loop = self._loop
-        if loop is not None and self._surplus() > 0 and not lifecycle_of(self._pd).inherited:
+        if loop is not None and self._idle_bytes() > _MAX_IDLE_BYTES and not lifecycle_of(self._pd).inherited:
             with contextlib.suppress(RuntimeError):  # the loop is closed: another one trims when it returns memory
                 loop.call_soon_threadsafe(self._start_trimming, loop)
 
-    def _surplus(self) -> int:
-        """Return how many bytes more are not in use than are kept; 0 or less if there are none."""
-        return sum(len(each) for each in self._idle.copy()) - _MAX_IDLE_BYTES
+    def _idle_bytes(self) -> int:
+        """Return how many bytes are not in use."""
+        return sum(len(each) for each in self._idle.copy())
+
+    def _stop_waiting(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Go on with `_trim` on the running loop, because the last region was kept for long enough, or the loop that
+        waited has ended."""
+        self._waiting = None
+        self._start_trimming(loop)
 
     def _start_trimming(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start `_trim` on the running loop, unless it runs, so that it also deregisters what was returned since."""
@@ -121,15 +133,16 @@ class RecycledMemory:
 
     async def _trim(self) -> None:
         """Deregister the memory that was not used for the longest time, until at most 256 MiB are not in use. The last
-        of it stays for a second.
+        of it stays for a second, up to 1.25 GiB.
 
         :raises VerbsError: the device cannot deregister it. It is closed together with the domain.
         """
-        while self._surplus() > 0:
+        while self._idle_bytes() > _MAX_IDLE_BYTES:
             rest_s = self._returned_at + _KEEP_S - monotonic()
-            if len(self._idle) == 1 and rest_s > 0:
-                loop = running_loop()
-                loop.call_later(rest_s, self._start_trimming, loop)
+            if len(self._idle) == 1 and rest_s > _EARLY_S and self._idle_bytes() <= _MAX_RECENT_BYTES:
+                if self._waiting is None:
+                    self._waiting = loop = running_loop()
+                    loop.call_later(rest_s, self._stop_waiting, loop)
                 return
             region = self._take_idle()
             if region is None:

@@ -455,10 +455,67 @@ async def test_memory_above_the_limit_is_kept_for_a_while(device: Device, monkey
         await until(lambda: memory._trimming is not None and memory._trimming.done())
         taken = [await memory.take(LENGTH)]
         assert taken[0][0].region is last
-        monkeypatch.setattr(recycled_memory, "_KEEP_S", 0.01)
+        monkeypatch.setattr(recycled_memory, "_KEEP_S", 0)
         taken.clear()
+        memory._stop_waiting(asyncio.get_running_loop())  # as the timer does
         await until(lambda: last.closed)
         assert not memory._idle
+
+
+async def test_memory_that_is_kept_for_a_while_waits_for_one_timer(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recycled_memory, "_MAX_IDLE_BYTES", LENGTH // 2)
+    monkeypatch.setattr(recycled_memory, "_KEEP_S", 0.05)
+    stop_waiting, timers = recycled_memory.RecycledMemory._stop_waiting, 0
+
+    def count(self: recycled_memory.RecycledMemory, loop: asyncio.AbstractEventLoop) -> None:
+        nonlocal timers
+        timers += 1
+        stop_waiting(self, loop)
+
+    monkeypatch.setattr(recycled_memory.RecycledMemory, "_stop_waiting", count)
+    async with device.resource_domain() as domain:
+        memory = recycled_memory.recycled_memory_of(domain)
+        for _ in range(20):
+            taken = [await memory.take(LENGTH)]
+            taken.clear()
+            await asyncio.sleep(0)
+        await until(lambda: not memory._idle)
+        assert timers < 10
+
+
+async def test_memory_is_not_kept_when_the_loop_that_waits_has_ended(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recycled_memory, "_MAX_IDLE_BYTES", LENGTH // 2)
+    async with device.protection_domain() as pd:
+        memory = recycled_memory.recycled_memory_of(pd)
+
+        async def use() -> MemoryRegion:
+            taken = [await memory.take(LENGTH)]
+            region = taken[0][0].region
+            taken.clear()
+            await until(lambda: memory._waiting is not None)
+            return region
+
+        region = await asyncio.to_thread(asyncio.run, use())
+        await asyncio.sleep(0.01)
+        assert not region.closed
+        monkeypatch.setattr(recycled_memory, "_KEEP_S", 0)
+        _ = await memory.take(100)
+        await until(lambda: region.closed)
+
+
+async def test_memory_of_longer_messages_is_not_kept(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recycled_memory, "_MAX_IDLE_BYTES", LENGTH // 2)
+    monkeypatch.setattr(recycled_memory, "_MAX_RECENT_BYTES", LENGTH // 2)
+    async with device.resource_domain() as domain:
+        memory = recycled_memory.recycled_memory_of(domain)
+        taken = [await memory.take(LENGTH)]
+        region = taken[0][0].region
+        taken.clear()
+        await until(lambda: region.closed)
 
 
 @needs(Capability.FAULT_PLAN)

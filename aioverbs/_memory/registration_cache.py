@@ -84,9 +84,12 @@ def _export(buffer: "Buffer", access: AccessFlags) -> tuple[memoryview, memoryvi
     exporter = _exporter(view)
     if exporter is None:
         return view, None
-    whole = _shared.get(id(exporter))
-    if whole is None:
-        whole = _shared[id(exporter)] = memoryview(exporter)  # type: ignore[arg-type]
+    try:
+        whole = _shared.get(id(exporter))
+        if whole is None:
+            whole = _shared.setdefault(id(exporter), memoryview(exporter))  # type: ignore[arg-type]
+    except TypeError:  # an object that helps another one to export its memory, such as one with `__buffer__`
+        return view, None
     start, size = handles.span(whole)
     is_inside = start <= address <= address + length <= start + size  # else the object exports other memory each time
     if not is_inside or (whole.readonly and not view.readonly):

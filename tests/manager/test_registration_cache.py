@@ -7,6 +7,7 @@ import ctypes
 import errno
 import gc
 import mmap
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
@@ -269,6 +270,21 @@ async def test_memory_without_an_owning_object_is_not_cached(pd: ProtectionDomai
     assert view.obj is None
     assert await use(pd, view) != await use(pd, view)
     assert counts(pd) == (0, 2, 0, 0)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="PEP 688 is part of Python 3.12")
+async def test_memory_that_an_object_exports_by_another_one_is_registered(pd: ProtectionDomain) -> None:
+    class Exporter:
+        def __init__(self) -> None:
+            self.memory = bytearray(SIZE)
+
+        def __buffer__(self, flags: int) -> memoryview:
+            return memoryview(self.memory)
+
+    exporter = Exporter()
+    for buffer in (exporter, memoryview(exporter)):
+        _ = await use(pd, buffer)
+    assert counts(pd)[1] == 2
 
 
 async def test_an_object_held_only_by_a_view_is_cached(pd: ProtectionDomain) -> None:

@@ -130,6 +130,7 @@ class AioverbsComm(Comm):
         :returns: the number of bytes of the message.
         :raises distributed.comm.CommClosedError: the comm is closed, or the connection is lost.
         """
+        self._check_open()
         frames = await to_frames(
             msg,
             allow_offload=self.allow_offload,

@@ -141,6 +141,15 @@ async def test_abort_ends_the_calls_of_both_ends(on_thread: bool) -> None:
         a.abort()
 
 
+async def test_a_closed_comm_serializes_nothing() -> None:
+    async with pair() as (a, b):
+        a.abort()
+        await until(b.closed)
+        for comm in (a, b):
+            with pytest.raises(CommClosedError):
+                await comm.write(to_serialize(asyncio.get_running_loop()), on_error="raise")
+
+
 async def test_a_cancelled_read_closes_the_comm() -> None:
     async with pair() as (a, b):
         with pytest.raises(TimeoutError):

@@ -32,6 +32,7 @@ from aioverbs._lifecycle import forks
 from aioverbs._lifecycle.affinity import Affinity, CrossLoopCondition, running_loop, wait_uncancelled, wake
 from aioverbs._lifecycle.lifecycle import Lifecycle
 from aioverbs._lifecycle.resource import HandleResource, Resource, ResourceStatistics
+from aioverbs._lifecycle.turns import LIGHT, spend, yield_to_loop
 from aioverbs._memory.region import MemoryRegion, MemoryWindow, register_queue_memory
 from aioverbs._verbs.capability_checks import check_queue_pair
 from aioverbs._verbs.completion_queue import (
@@ -545,6 +546,8 @@ class _Flusher:
                     is_flushed = self.flush_now()  # without a task, as far as that goes
             if not is_flushed:
                 await wait_uncancelled(self._end_requests(handle, work))
+            elif must_wait and (turn := spend(LIGHT)):
+                await yield_to_loop(turn)
         except Exception as error:
             if interruption is not None:
                 raise interruption from error

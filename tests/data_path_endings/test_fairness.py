@@ -76,6 +76,26 @@ async def test_callbacks_run_beside_endless_calls_that_complete_at_once(device: 
         assert len(turns) >= 8
 
 
+async def test_callbacks_run_while_queue_pairs_with_requests_are_closed(device: Device) -> None:
+    async with (
+        device.resource_domain() as domain,
+        domain.completion_queue(2 * AWAITS) as cq,
+        domain.buffer_pool(64, 1) as pool,
+        pool.lease() as buffer,
+    ):
+        depths = QpCapabilities(max_send_wr=1, max_recv_wr=1)
+        queue_pairs = [domain.queue_pair(cq, capabilities=depths) for _ in range(AWAITS)]
+        for qp in queue_pairs:
+            await qp.open()
+            qp.to_init()
+        receives = [qp.receive(buffer) for qp in queue_pairs]
+        with counted_turns() as turns:
+            for qp in queue_pairs:
+                await qp.aclose()
+        assert len(turns) >= 2
+        assert all(receive.done() for receive in receives)
+
+
 @every_model
 async def test_a_timer_and_an_echo_go_on_beside_endless_writes(device: Device, model: MessageModel) -> None:
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -2,9 +2,9 @@
 
 import asyncio
 import contextlib
+import functools
 import socket
 import ssl as tls
-import sys
 from collections.abc import Awaitable, Callable
 from typing import cast
 
@@ -257,9 +257,15 @@ class TcpControlChannel(asyncio.Protocol):
 _CLOSE_TIMEOUT_S = 0.5
 
 
+@functools.lru_cache(maxsize=256)
+def _shared_host(host: str) -> str:
+    """Return the same object for equal hosts, the last ones at least. `sys.intern` would keep those of all peers."""
+    return host
+
+
 def _shared(address: Address | None) -> Address | None:
     """Return an address whose host is the same object for all connections with this host; None if the peer is gone."""
-    return (sys.intern(address[0]), *address[1:]) if address is not None else None
+    return (_shared_host(address[0]), *address[1:]) if address is not None else None
 
 
 async def connect_tcp(

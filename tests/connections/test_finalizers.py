@@ -1,5 +1,6 @@
-"""Messages that a finalizer sends in the middle of another send on the same connection."""
+"""Messages and requests that a finalizer posts in the middle of another call on the same connection or queue pair."""
 
+import asyncio
 import contextlib
 import gc
 from collections import Counter
@@ -8,10 +9,22 @@ from collections.abc import Callable, Generator
 import anyio
 import pytest
 
-from aioverbs import ConcurrentAccessError, Connection, Device, ThreadModel, connect, listen
+from aioverbs import (
+    ConcurrentAccessError,
+    Connection,
+    Device,
+    MessageModel,
+    QpCapabilities,
+    ThreadModel,
+    connect,
+    listen,
+)
 from aioverbs._connection.connection import send_constant_nowait
+from aioverbs._core.data_path.data_path import Operation
 from tests.connections.ends import HOST, SMALL, deeper, pair, works
 from tests.connections.test_messages import sample
+from tests.data_path.ends import ends
+from tests.pace import patience
 
 ROOMY = deeper(SMALL, receive_depth=64, send_buffers=8, send_depth=32)
 
@@ -33,6 +46,7 @@ def finalizer(call: Callable[[], object], objects: int) -> Generator[None]:
     before = gc.get_threshold()
     gc.disable()
     gc.collect()
+    lists: list[object] = [[] for _ in range(100)]  # more than Python keeps for reuse, so that the block makes new ones
     Garbage()
     gc.set_threshold(gc.get_count()[0] + 1 + objects, 1000, 1000)
     gc.enable()
@@ -41,6 +55,7 @@ def finalizer(call: Callable[[], object], objects: int) -> Generator[None]:
     finally:
         gc.disable()
         gc.set_threshold(*before)
+        del lists
         gc.collect()  # if the block has made fewer objects
         gc.enable()
 
@@ -106,3 +121,42 @@ async def test_no_more_messages_are_announced_than_the_peer_allows(device: Devic
             for _ in range(sent):
                 assert await ends.far.receive() == message
             await works(ends.near, ends.far)
+
+
+async def test_requests_are_posted_that_are_chained_in_the_middle_of_another(device: Device) -> None:
+    async with ends(device, thread_model=ThreadModel.SAFE, message_model=MessageModel.HIGH_BANDWIDTH) as pair:
+        for objects in range(20):
+            posted: list[Operation[None]] = []
+
+            def write(data: bytes, posted: list[Operation[None]] = posted) -> None:
+                posted.append(pair.write(data, 8 * len(posted)))
+
+            with finalizer(lambda write=write: write(b"nested"), objects):  # type: ignore[misc]
+                write(b"outer")
+            async with asyncio.timeout(patience(5)):
+                for each in posted:
+                    await each
+            assert len(posted) == 2
+
+
+async def test_a_place_is_not_taken_twice(device: Device) -> None:
+    capabilities = QpCapabilities(max_send_wr=4)
+    async with ends(device, thread_model=ThreadModel.SAFE, capabilities=capabilities) as pair:
+        counter = pair.target.remote()[:8]
+        operations: list[Operation[int]] = []
+        refused: list[int] = []
+
+        def add_nested() -> None:
+            try:
+                operations.append(pair.near.fetch_and_add_nowait(counter, 1))
+            except anyio.WouldBlock:
+                refused.append(objects)
+
+        for objects in range(20):
+            operations[:] = [pair.near.fetch_and_add(counter, 1) for _ in range(3)]
+            with finalizer(add_nested, objects):
+                operations.append(pair.near.fetch_and_add(counter, 1))
+            async with asyncio.timeout(patience(5)):
+                for each in operations:
+                    await each
+            assert len(operations) == (4 if objects in refused else 5)

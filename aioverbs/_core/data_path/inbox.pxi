@@ -73,11 +73,11 @@ cdef class Inbox:
                 self.queue.handle._unuse()
         else:
             _check_owner(self.queue.handle)
+        operation = _new(self.queue, 0, False)      # before the check: a finalizer may run, and begin an await
+        _extra(operation).inbox = self
         self._drop_abandoned()
         if self.pending_next is not None:
             raise RuntimeError("another task is waiting for the next message: only one task at a time may read")
-        operation = _new(self.queue, 0, False)
-        _extra(operation).inbox = self
         operation.extra.awaits_message = True
         operation.state = POSTED
         self.pending_next = operation
@@ -132,7 +132,9 @@ cdef class Inbox:
     cdef object _ready(self):
         # Return `ready`. An idle inbox has none, because an empty deque has room for 64 items.
         if self.ready is None:
-            self.ready = collections.deque()
+            ready = collections.deque()             # may collect garbage: see `_return_message`
+            if self.ready is None:
+                self.ready = ready
         return self.ready
 
     cdef int _receive_failed(self, Operation operation, object local) except -1:

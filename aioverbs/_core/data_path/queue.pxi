@@ -344,14 +344,16 @@ cdef class WorkQueue:
         return 0
 
     cdef int _chain(self, Operation operation, request *wr) except -1:
-        # Keep the request, to be posted with others at the end of the turn, or now if the chain is full.
+        # Keep the request, to be posted with others at the end of the turn, or now if the chain is full. Make the list
+        # first: a finalizer that runs then may begin a chain.
+        cdef list fresh = [] if self.chain is None else None
         if self.chain_wrs == NULL:
             self.chain_wrs = request_grow(NULL, 0, CHAIN)
             if self.chain_wrs == NULL:
                 self._vacate(operation)
                 raise MemoryError
         if self.chain is None:
-            self.chain = []
+            self.chain = fresh
             self.dispatcher.chained.append(self)
         request_move(&self.chain_wrs[len(self.chain)], wr)
         self.chain.append(operation)
@@ -950,9 +952,13 @@ cdef enum:
     CHAIN = 64                          # maximum number of requests that are posted together
 
 
+cdef list _no_elements = []             # never changed
+
+
 cdef inline list _elements(Operation operation):
-    # Return the operations of a batch; an empty list for a single request.
-    return operation.extra.elements if _is_batch(operation) else []
+    # Return the operations of a batch; an empty list for a single request. This makes no object: a finalizer that ran
+    # between the search for a place and `_occupy` could take the place.
+    return operation.extra.elements if _is_batch(operation) else _no_elements
 
 
 cdef inline bint _is_any_thread(WorkQueue queue) noexcept:

@@ -360,9 +360,7 @@ class HandleResource(Resource, Generic[H]):
         :raises ClosedResourceError: the resource is not open.
         :raises ForkedProcessError: the resource was opened in the process that this one was forked from.
         """
-        lifecycle = self._lifecycle
-        if lifecycle.state is not OPEN or lifecycle.forks != forks.count:  # the usual case without a further call
-            self._check_open()
+        self._check_open()
         assert self._handle is not None
         return self._handle
 

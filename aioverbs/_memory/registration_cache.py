@@ -87,7 +87,7 @@ def _export(buffer: "Buffer", access: AccessFlags) -> tuple[memoryview, memoryvi
     try:
         whole = _shared.get(id(exporter))
         if whole is None:
-            whole = _shared.setdefault(id(exporter), memoryview(exporter))  # type: ignore[arg-type]
+            whole = _shared.setdefault(id(exporter), memoryview(exporter))
     except TypeError:  # an object that helps another one to export its memory, such as one with `__buffer__`
         return view, None
     start, size = handles.span(whole)
@@ -98,7 +98,7 @@ def _export(buffer: "Buffer", access: AccessFlags) -> tuple[memoryview, memoryvi
     return part.toreadonly() if view.readonly else part, whole
 
 
-def _exporter(view: memoryview) -> object:
+def _exporter(view: memoryview) -> "Buffer | None":
     """Return the object that exports the bytes of a memoryview; None if unknown."""
     return view.obj
 

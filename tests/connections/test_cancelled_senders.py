@@ -130,13 +130,13 @@ async def test_waiters_learn_of_the_end_while_a_thread_is_in_a_verb(
         await until(lambda: ends.near.traffic().waits > waits)
         qp, traffic = ends.near.qp, end_of(ends.near).channel
         assert traffic is not None
-        to_error = InUse(qp._transition, 3)
-        monkeypatch.setattr(qp, "_transition", to_error)
+        transition = InUse(qp._transition, 3)
+        monkeypatch.setattr(qp, "_transition", transition)
         traffic.fail("a test")
         await asyncio.wait(waiting, timeout=patience(20))
         assert all(isinstance(task.exception(), BrokenResourceError) for task in waiting)
         await until(lambda: qp.qp_state is QpState.ERR)
-        assert not to_error.left
+        assert not transition.left
 
 
 @pytest.mark.parametrize("error", [ConcurrentAccessError, BusyResourceError])

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import gc
 from collections import Counter
 from collections.abc import Callable, Generator
@@ -116,7 +117,7 @@ async def test_no_more_messages_are_announced_than_the_peer_allows(device: Devic
             sent = 0
             while sent < 2:
                 announce(ends.near)
-            with finalizer(lambda near=ends.near: announce(near), objects):  # type: ignore[misc]
+            with finalizer(functools.partial(announce, ends.near), objects):
                 announce(ends.near)
             for _ in range(sent):
                 assert await ends.far.receive() == message
@@ -131,7 +132,7 @@ async def test_requests_are_posted_that_are_chained_in_the_middle_of_another(dev
             def write(data: bytes, posted: list[Operation[None]] = posted) -> None:
                 posted.append(pair.write(data, 8 * len(posted)))
 
-            with finalizer(lambda write=write: write(b"nested"), objects):  # type: ignore[misc]
+            with finalizer(functools.partial(write, b"nested"), objects):
                 write(b"outer")
             async with asyncio.timeout(patience(5)):
                 for each in posted:

@@ -116,7 +116,7 @@ cdef class Operation:
     cdef bint raises                    # whether `value` is an exception to raise
     cdef bint atomic                    # whether the result is the old value, which the device writes to scratch memory
     cdef bint held_by_queue             # whether the queue holds a reference, as it waits for a place and is awaited
-    cdef bint grows                     # whether it is chained, and messages are added: see `FrameSender`
+    cdef bint grows                     # whether it is chained, and may grow: see `FrameSender`
     cdef bint unpinned                     # whether the operation is part of a batch, which pins its memory
     cdef object __weakref__             # see `_Extra`
 

@@ -189,6 +189,22 @@ def run_with_pool(use: Callable[[WorkerPool, asyncio.AbstractEventLoop], None]) 
         gc.collect()
 
 
+def test_cancelling_a_wait_for_a_started_call_of_another_loop_cancels_the_call() -> None:
+    async def cancel_wait(started: CallFuture[None]) -> None:
+        waiting = asyncio.create_task(started.wait())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    def use(pool: WorkerPool, loop: asyncio.AbstractEventLoop) -> None:
+        started = start_long_call(pool, loop)
+        asyncio.run(cancel_wait(started))
+        loop.run_until_complete(until(started.cancelled))
+
+    run_with_pool(use)
+
+
 def test_a_collected_pool_whose_loop_has_ended_is_not_waited_for() -> None:
     """The collector may run in any thread, while another one holds the lock."""
 

@@ -17,13 +17,16 @@ from aioverbs import (
     ConnectionRejectedError,
     ConnectionSettings,
     HandshakeError,
+    UnreachableError,
     connect,
     listen,
     serve,
 )
 from aioverbs._connection.cm_control import CmControlChannel
 from aioverbs._connection.connection import end_of
+from aioverbs.rdma_cm import Channel
 from tests.rdma.cm import Side, free_port, nothing_left, sides
+from tests.waiting import until
 
 pytestmark = pytest.mark.rdma
 
@@ -118,6 +121,35 @@ async def test_connecting_without_a_listener() -> None:
                 await connect(far.address, free_port(), domain=near.domain, transport="rdmacm")
             with pytest.raises(ConnectionRefusedError):
                 await connect(far.address, free_port(), domain=near.domain)
+
+
+async def test_connecting_without_a_route() -> None:
+    with nothing_left():
+        async with sides() as (near, _):
+            with pytest.raises(UnreachableError, match="loopback"):
+                await connect("127.0.0.1", free_port(), domain=near.domain, transport="rdmacm")
+
+
+async def test_a_listener_is_closed_while_a_peer_waits_for_the_end_of_a_handshake() -> None:
+    with nothing_left():
+        async with contextlib.AsyncExitStack() as stack:
+            near, far = await stack.enter_async_context(sides())
+            channel = await stack.enter_async_context(Channel())
+            listener = await listen(
+                far.address, free_port(), domain=far.domain, transport="rdmacm", max_handshakes=1
+            ).open()
+            stack.push_async_callback(listener.aclose)
+            connecting = []
+            for _ in range(6):
+                qp = await stack.enter_async_context(near.queue_pair())
+                silent = await stack.enter_async_context(channel.identifier())
+                await silent.resolve(far.address, listener.port, source=near.address)
+                connecting.append(asyncio.create_task(silent.connect(qp)))
+            await until(lambda: listener.statistics().refused)  # the first one was expired for another
+            await listener.aclose()
+            for task in connecting:
+                with pytest.raises(ConnectionRejectedError):
+                    await task
 
 
 async def test_serving() -> None:

@@ -20,6 +20,7 @@ from aioverbs import (
     VerbsError,
 )
 from aioverbs._core.data_path.data_path import Inbox
+from tests.capabilities import Capability, needs
 from tests.data_path.ends import PEERS, Ends, ends
 from tests.data_path.test_messages import MessageReceiver
 from tests.pace import patience
@@ -156,6 +157,7 @@ async def test_waiting_for_shared_messages_fails_when_broken_with_nothing_posted
                 buffer.release()
 
 
+@needs(Capability.XRC_DOMAINS)
 async def test_waiting_for_xrc_messages_fails_when_broken_with_nothing_posted(device: Device) -> None:
     async with (
         device.resource_domain() as domain,

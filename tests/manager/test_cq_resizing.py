@@ -6,8 +6,9 @@ import pytest
 
 from aioverbs import ConcurrentAccessError, Device, ThreadModel
 from aioverbs.allocators import USE_DEFAULT, UseDefault
+from tests.capabilities import Capability, needs
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), needs(Capability.PARENT_DOMAINS)]  # for allocators
 
 
 class ReentrantAllocator:

@@ -9,6 +9,7 @@ import pytest
 from aioverbs import BusyResourceError, MemoryRegion, Resource, ResourceDomain, ResourceState, ThreadModel
 from aioverbs._verbs.device import Device, open_device
 from aioverbs._verbs.protection_domain import InterchangeableDomain
+from tests.capabilities import Capability, needs
 
 Over = Callable[[Device], Awaitable[list[InterchangeableDomain]]]
 Make = Callable[[Device, ResourceDomain], Awaitable[list[Resource]]]
@@ -74,6 +75,7 @@ async def test_a_resource_domain_over_another_domain_ends_with_either(
         await resource.aclose()
 
 
+@needs(Capability.PARENT_DOMAINS)
 @pytest.mark.parametrize("model", ThreadModel, ids=lambda model: model.value)
 @pytest.mark.parametrize("part", ["pd", "parent"])
 async def test_parts_of_a_resource_domain_with_queues_are_not_closed(

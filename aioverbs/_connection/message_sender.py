@@ -75,6 +75,7 @@ class MessageSender:
         self._awaited: Operation[None] | None = None  # the send that a sender awaited last, for its buffer
         self._announces = False  # False if long messages are sent in fragments
         self._pending_controls: dict[int, bool] = {}  # header: fenced; not sent yet for lack of a credit
+        self._sends_controls = False  # whether they are being sent
         # By number: the announced messages that the peer has not answered, and whether a credit is reserved to withdraw
         # the message.
         self._announced: dict[int, bool] = {}
@@ -490,14 +491,20 @@ class MessageSender:
     def _send_controls(self) -> None:
         """Send the pending control messages, as many as there are credits for. The others stay pending."""
         assert self._credits is not None
-        while self._pending_controls:
-            self._credits.awaited = True
-            if not self._credits.sendable:
-                return
-            immediate, fence = next(iter(self._pending_controls.items()))
-            if not self._send_control(immediate, fence, self._send_controls):
-                return
-            del self._pending_controls[immediate]
+        if self._sends_controls:  # a finalizer calls this in the middle: the first call goes on
+            return
+        self._sends_controls = True
+        try:
+            while self._pending_controls:
+                self._credits.awaited = True
+                if not self._credits.sendable:
+                    return
+                immediate, fence = next(iter(self._pending_controls.items()))
+                if not self._send_control(immediate, fence, self._send_controls):
+                    return
+                del self._pending_controls[immediate]
+        finally:
+            self._sends_controls = False
 
     def return_credits(self) -> None:
         """Send a message of kind CREDITS if `Credits.update_due` is True; otherwise do nothing.

@@ -11,6 +11,7 @@ import anyio
 import pytest
 
 from aioverbs import (
+    BrokenResourceError,
     ConcurrentAccessError,
     Connection,
     Device,
@@ -20,8 +21,9 @@ from aioverbs import (
     connect,
     listen,
 )
-from aioverbs._connection.connection import send_constant_nowait
-from aioverbs._core.data_path.data_path import Operation
+from aioverbs._connection.connection import end_of, send_constant_nowait
+from aioverbs._connection.wire import FrameKind
+from aioverbs._core.data_path.data_path import Inbox, Operation
 from tests.connections.ends import HOST, SMALL, deeper, pair, works
 from tests.connections.test_messages import sample
 from tests.data_path.ends import ends
@@ -124,6 +126,17 @@ async def test_no_more_messages_are_announced_than_the_peer_allows(device: Devic
             await works(ends.near, ends.far)
 
 
+async def test_a_control_message_is_sent_once(device: Device) -> None:
+    async with pair(device, ROOMY) as ends:
+        sender = end_of(ends.near).channel.sender
+        for objects in range(30):
+            posted = ends.near.qp.statistics().sends.posted
+            with finalizer(sender.use_credits, objects):
+                sender.send_control(FrameKind.CREDITS)
+            assert ends.near.qp.statistics().sends.posted == posted + 1
+            await works(ends.near, ends.far)
+
+
 async def test_requests_are_posted_that_are_chained_in_the_middle_of_another(device: Device) -> None:
     async with ends(device, thread_model=ThreadModel.SAFE, message_model=MessageModel.HIGH_BANDWIDTH) as pair:
         for objects in range(20):
@@ -138,6 +151,28 @@ async def test_requests_are_posted_that_are_chained_in_the_middle_of_another(dev
                 for each in posted:
                     await each
             assert len(posted) == 2
+
+
+async def test_all_inboxes_end_with_their_queue(device: Device) -> None:
+    inboxes: list[Inbox] = []
+    async with ends(device) as pair:
+        work = pair.far._work
+        assert work is not None
+        queue = work.receive_queue
+        assert queue is not None
+
+        def make() -> None:
+            inboxes.append(Inbox(queue, lambda received: received, lambda _: None))
+
+        for objects in range(10):
+            with finalizer(make, objects):
+                make()
+        pair.far.to_error()
+        for inbox in inboxes:
+            async with asyncio.timeout(patience(5)):
+                with pytest.raises(BrokenResourceError):
+                    await anext(inbox)
+    assert len(inboxes) == 20
 
 
 async def test_a_place_is_not_taken_twice(device: Device) -> None:

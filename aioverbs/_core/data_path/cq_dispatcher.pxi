@@ -564,6 +564,7 @@ cdef class CqDispatcher:
     cdef int _poll_failed(self, int found) except -1:
         # Break the queue because of the negative errno `found`; for overlapping calls, raise ConcurrentAccessError
         # instead. Only the software device reports the actual errno.
+        self._finish_dispatch()
         if -found == EBUSY and self.handle.context.software:
             self.handle._check("ibv_poll_cq", EBUSY)
         verb = "ibv_start_poll" if self.handle.extended_pointer != NULL else "ibv_poll_cq"

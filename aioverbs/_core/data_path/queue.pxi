@@ -102,14 +102,16 @@ cdef class WorkQueue:
     # ---- Inboxes
 
     cdef int _add_inbox(self, Inbox inbox) except -1:
-        others = self.inboxes if self.inboxes is not None else []
-        self.inboxes = [each for each in others if each() is not None] + [weakref.ref(inbox)]
+        # The list stays the same one: a finalizer may add another inbox in the middle.
+        if self.inboxes is None:
+            self.inboxes = []
+        self.inboxes.append(weakref.ref(inbox, self.inboxes.remove))
         return 0
 
     cdef int _end_inboxes(self, object error) except -1:
         # The queue takes no more receives because of `error`: notify the tasks that await messages.
         if self.inboxes is not None:
-            for each in self.inboxes:
+            for each in tuple(self.inboxes):
                 inbox = each()
                 if inbox is not None:
                     (<Inbox>inbox)._queue_failed(error)
@@ -629,6 +631,8 @@ cdef class WorkQueue:
 
     cdef int _record_completion(self, Operation operation, v.ibv_wc *wc) except -1:
         # Record the outcome and retire the operation; retire a batch only when its last request has completed.
+        if operation.state == DONE:     # ended by Python code that ran when the operations before it completed
+            return 0
         if _is_batch(operation):
             if not _element_completed(operation, wc):
                 return 0

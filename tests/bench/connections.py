@@ -10,9 +10,8 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -22,10 +21,10 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # for running this as
 
 from aioverbs import Connection, ConnectionSettings, MessageModel, connect, listen, open_device, serve
 from tests.bench.measuring import Contender, Limit, Result, interleaved
+from tests.bench.peers import HOST, PeerProcess, peer_process, standard_input
 
 __all__ = ["echo", "idle", "setup"]
 
-HOST = "127.0.0.1"
 SIZES = (64, 64 * 1024)
 MODELS = (MessageModel.DEFAULT, MessageModel.LOW_LATENCY, MessageModel.FORCE_LOW_LATENCY)
 ASLEEP = "DEFAULT_asleep"  # each await sleeps, as if there were a single processor
@@ -119,7 +118,7 @@ async def idle(count: int) -> Result:
 async def _answer_connection(name: str) -> None:
     """Run as the peer: print the port, then for each input line echo that many messages, until the end of the input."""
     settings, ended = _settings(_model(name)), asyncio.Event()
-    control = await _standard_input()
+    control = await standard_input()
 
     async def echo(connection: Connection) -> None:
         send, receive = connection.send, connection.receive
@@ -149,43 +148,7 @@ async def _answer_unix(path: str) -> None:
 
     async with await asyncio.start_unix_server(echo, path, limit=1 << 20):
         print(flush=True)
-        await (await _standard_input()).read()
-
-
-async def _standard_input() -> asyncio.StreamReader:
-    """Return the standard input as a stream."""
-    reader = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    return reader
-
-
-@dataclass
-class _PeerProcess:
-    process: asyncio.subprocess.Process
-    last_line: str = ""
-
-    async def request(self, line: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{line}\n".encode())
-        await self.receive_line()
-
-    async def receive_line(self) -> None:
-        assert self.process.stdout is not None
-        self.last_line = (await self.process.stdout.readline()).decode()
-
-
-@contextlib.asynccontextmanager
-async def _peer_process(*arguments: str) -> AsyncIterator[_PeerProcess]:
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(sys.executable, __file__, *arguments, stdin=pipe, stdout=pipe)
-    assert process.stdin is not None
-    peer = _PeerProcess(process)
-    try:
-        await peer.receive_line()
-        yield peer
-    finally:
-        process.stdin.close()
-        await process.wait()
+        await (await standard_input()).read()
 
 
 def _model(name: str) -> MessageModel:
@@ -203,7 +166,7 @@ def _settings(model: MessageModel) -> ConnectionSettings:
     return replace(USUAL, spin_ns=1_000_000) if model is MessageModel.FORCE_LOW_LATENCY else USUAL
 
 
-def _connection_contender(connection: Connection, peer: _PeerProcess, message: bytes) -> Contender:
+def _connection_contender(connection: Connection, peer: PeerProcess, message: bytes) -> Contender:
     async def round_trips(operations: int) -> float:
         await peer.request(str(operations))
         send, receive = connection.send, connection.receive
@@ -243,12 +206,12 @@ async def echo(rounds: int) -> Result:
         device = await opened(open_device("soft0"))
         ends = {}
         for name in (*(model.name for model in MODELS), ASLEEP):
-            peer = await opened(_peer_process("--connection", name))
+            peer = await opened(peer_process(__file__, "--connection", name))
             domain = await opened(device.resource_domain(message_model=_model(name)))
             connection = connect(HOST, int(peer.last_line), domain=domain, settings=_settings(_model(name)))
             with _usable_processors(name):
                 ends[name] = await opened(connection), peer
-        await opened(_peer_process("--unix", f"{folder}/unix"))
+        await opened(peer_process(__file__, "--unix", f"{folder}/unix"))
         reader, writer = await asyncio.open_unix_connection(f"{folder}/unix", limit=1 << 20)
         for size in SIZES:
             message = bytes(size)

@@ -34,6 +34,7 @@ from tests.bench import (
     growth,
     many,
     neighbours,
+    one_way,
     pools,
     storage,
 )
@@ -110,6 +111,7 @@ def benchmarks(options: argparse.Namespace) -> dict[str, Callable[[], Results]]:
         "connection_setup": partial(alone, partial(connections.setup, 1000), seconds),
         "connection_idle": partial(alone, partial(connections.idle, 1000), seconds),
         "connection_echo": on(partial(connections.echo, max(5, rounds // 5))),
+        "connection_one_way": on(*(partial(one_way.one_way, max(9, rounds // 50), name) for name in one_way.SIZES)),
         "pool_run": on(partial(pools.calls, max(1, rounds // 5)), loops=LOOPS),
         "pool_of_two": on(*(partial(pools.scaling, 2 * short, processes=processes) for processes in (True, False))),
         "storage_reads": on(*(partial(storage.reads, short + 2, name) for name in storage.PATTERNS)),

@@ -147,9 +147,8 @@ async def test_a_listener_is_closed_while_a_peer_waits_for_the_end_of_a_handshak
                 connecting.append(asyncio.create_task(silent.connect(qp)))
             await until(lambda: listener.statistics().refused)  # the first one was expired for another
             await listener.aclose()
-            for task in connecting:
-                with pytest.raises(ConnectionRejectedError):
-                    await task
+            outcomes = await asyncio.gather(*connecting, return_exceptions=True)
+            assert isinstance(outcomes[-1], ConnectionRejectedError)  # the first ones had begun a handshake
 
 
 async def test_serving() -> None:

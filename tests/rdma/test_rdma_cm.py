@@ -381,7 +381,7 @@ async def test_invalid_arguments_are_refused_before_contacting_the_peer(
         assert qp.query().qp_state is QpState.RESET
         qp.to_init()
         qp.to_error()
-        with pytest.raises(TransitionError, match=re.escape(f"cannot move {qp!r} from ERR to RTR")):
+        with pytest.raises(TransitionError, match=re.escape(f"cannot move {qp!r} of type RC from ERR to RTR")):
             await active.connect(qp)
         await active.aclose()
         with pytest.raises(ClosedResourceError):

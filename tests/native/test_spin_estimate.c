@@ -64,7 +64,7 @@ static void long_waits_poll_only_as_probes(void)
         CHECK_EQ(spin_budget(&estimate), 0);
         spin_note_asleep(&estimate, UINT64_MAX, true);
     }
-    CHECK_EQ(spin_budget(&estimate), SPIN_LIMIT_NS);
+    CHECK_EQ(spin_budget(&estimate), SPIN_LONG_NS);
     CHECK_EQ(wait_often(&estimate, 100 * (SPIN_GAP + 1), UINT64_MAX, UINT64_MAX), 100);
     CHECK(!estimate.pays);
 }
@@ -165,22 +165,6 @@ static void short_waits_beside_ready_tasks_poll_if_that_is_faster(void)
     CHECK(estimate.pays && !estimate.idle);
 }
 
-static void the_budget_follows_the_waits_within_its_bounds(void)
-{
-    struct spin_estimate estimate;
-
-    spin_estimate_begin(&estimate);
-    wait_often(&estimate, 200, US, 60 * US);
-    estimate.left = 1; /* no probe */
-    CHECK_EQ(spin_budget(&estimate), SPIN_LEAST_NS);
-    wait_often(&estimate, 200, 15 * US, 60 * US);
-    estimate.left = 1;
-    CHECK(spin_budget(&estimate) > 55 * US && spin_budget(&estimate) < 65 * US);
-    wait_often(&estimate, 200, 50 * US, 60 * US);
-    estimate.left = 1;
-    CHECK_EQ(spin_budget(&estimate), SPIN_LIMIT_NS);
-}
-
 /* ---- Threads that poll */
 
 struct attempt {
@@ -264,6 +248,5 @@ CHECK_MAIN_ONCE(CASE(waits_that_are_short_when_they_poll_soon_poll), CASE(long_w
                 CASE(a_few_long_waits_among_short_ones_change_nothing), CASE(waits_sleep_at_a_tie),
                 CASE(waits_mostly_sleep_at_a_tie_of_varying_times), CASE(waits_beside_ready_tasks_sleep),
                 CASE(short_waits_beside_ready_tasks_poll_if_that_is_faster),
-                CASE(the_budget_follows_the_waits_within_its_bounds), CASE(threads_poll_while_there_are_processors),
-                CASE(threads_that_poll_without_asking_count), CASE(a_single_processor_is_left_to_others),
-                CASE(more_threads_than_places_share_them))
+                CASE(threads_poll_while_there_are_processors), CASE(threads_that_poll_without_asking_count),
+                CASE(a_single_processor_is_left_to_others), CASE(more_threads_than_places_share_them))

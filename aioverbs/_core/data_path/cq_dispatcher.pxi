@@ -319,15 +319,28 @@ cdef class CqDispatcher:
 
     cdef uint64_t _may_poll(self, uint32_t spin_ns) except? 0:
         # Return the time until which this thread may poll that wants to poll for `spin_ns` from now; 0 if it may not,
-        # because other threads of this process poll on all processors.
-        cdef uint64_t now
+        # because other threads of this process poll on all processors. If it may, yield the processor first.
+        cdef uint64_t now, until
         if not spin_ns:
             return 0
         now = turn_clock()
         if now >= self.processors_due:
             self._count_processors()
             now = turn_clock()
-        return now + spin_ns if spinner_begin(now, now + spin_ns, self.processors) else 0
+        if not spinner_begin(now, now + spin_ns, self.processors):
+            return 0
+        self._yield_processor()
+        until = turn_clock() + spin_ns
+        spinner_note(until)
+        return until
+
+    cdef void _yield_processor(self) noexcept:
+        # Before polling, let run what waits for this processor. That may be the peer, which polling would keep from
+        # answering: the kernel often wakes it on the processor of the thread that wakes it. If other threads may change
+        # the state meanwhile, do nothing.
+        if not self.any_thread:
+            with nogil:
+                sched_yield()
 
     cdef int _count_processors(self) except -1:
         self.processors_due = turn_clock() + PROCESSORS_NS
@@ -458,6 +471,8 @@ cdef class CqDispatcher:
         if spins and operation.state == POSTED and self.model != SLEEPS:
             self._flush_chained()       # the peer may wait for these
             if self.model != ADAPTS:
+                if self.model == SPINS:     # with POLLS, each end has a processor for itself
+                    self._yield_processor()
                 self._spin(operation, self.spin_ns)
             elif self.quiet and not self.awaited and not self.any_thread:
                 self._spin_while_quiet(operation)

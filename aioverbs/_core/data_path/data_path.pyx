@@ -75,6 +75,9 @@ from aioverbs._core.handles.handles cimport (
 )
 from aioverbs._core.public_names cimport publish
 
+cdef extern from "sched.h" nogil:
+    int sched_yield()
+
 cdef extern from "data_path/wr_id_table.h" nogil:
     enum:
         SLOTS_ELEMENTS

@@ -24,13 +24,13 @@
 #include <stdint.h>
 #include <sys/resource.h> /* RUSAGE_THREAD, with _GNU_SOURCE */
 
-#define SPIN_LIMIT_NS 100000 /* longest polling: about what a peer that slept takes to wake up and answer */
-#define SPIN_LEAST_NS 20000
-#define SPIN_LONG_NS (2 * SPIN_LIMIT_NS) /* what a longer wait counts for: polling makes no difference to it */
+#define SPIN_LIMIT_NS 100000 /* longest mean of waits that poll: about what a peer that slept takes to answer */
+#define SPIN_BUSY_NS 20000   /* shorter waits do not tell whether the thread would have slept */
+#define SPIN_LONG_NS (2 * SPIN_LIMIT_NS) /* longest polling: two ends that poll do not sleep as one of them probes */
 #define SPIN_WEIGHT 8                    /* a mean moves by this fraction of the difference with each wait */
 #define SPIN_PROBE_WEIGHT 4              /* the same with each probe */
 #define SPIN_GAP 64                      /* number of waits that sleep between two probes */
-#define SPIN_GAP_POLLING 128             /* number of waits that poll between two probes */
+#define SPIN_GAP_POLLING 512             /* number of waits that poll between two probes */
 
 struct spin_estimate {
     int32_t mean_ns[2]; /* of recent waits that slept at once, and that polled; 0 if there was none */
@@ -49,14 +49,7 @@ static inline void spin_estimate_begin(struct spin_estimate *estimate)
 /* Return for how many nanoseconds a wait should poll that begins now; 0 to sleep at once. */
 static inline uint32_t spin_budget(const struct spin_estimate *estimate)
 {
-    uint32_t budget = 4 * (uint32_t)estimate->mean_ns[true];
-
-    if (estimate->pays != (estimate->left == 0)) {
-        if (!estimate->pays || budget > SPIN_LIMIT_NS)
-            return SPIN_LIMIT_NS;
-        return budget > SPIN_LEAST_NS ? budget : SPIN_LEAST_NS;
-    }
-    return 0;
+    return estimate->pays != (estimate->left == 0) ? SPIN_LONG_NS : 0;
 }
 
 /* Note a wait that has ended: how long it took, and whether it polled. If `beside`, polling does not pay anyway. */
@@ -91,7 +84,7 @@ static inline void spin_note_polled(struct spin_estimate *estimate, uint64_t wai
 /* Note a wait that did not poll: how long it took, and whether the thread slept meanwhile. */
 static inline void spin_note_asleep(struct spin_estimate *estimate, uint64_t waited_ns, bool slept)
 {
-    bool busy = !slept && waited_ns >= SPIN_LEAST_NS, twice = busy && estimate->busy;
+    bool busy = !slept && waited_ns >= SPIN_BUSY_NS, twice = busy && estimate->busy;
 
     estimate->idle = slept;
     estimate->busy = busy;

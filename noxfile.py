@@ -142,9 +142,10 @@ def install_project(
     :param ldflags: added to LDFLAGS.
     :param python: the interpreter to install for.
     :param rebuild: delete earlier build products first.
-    :param env: further environment variables of the build.
+    :param env: further environment variables of the compiler.
     """
-    check = session.run(python, "aioverbs/_build/toolchain.py", silent=True, success_codes=[0, 1], external=True)
+    toolchain = (python, "aioverbs/_build/toolchain.py")
+    check = session.run(*toolchain, env=env, silent=True, success_codes=[0, 1], external=True)
     if isinstance(check, str) and check.strip():
         session.error(check.strip().removesuffix("."))
     flags = {

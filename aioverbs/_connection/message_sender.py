@@ -503,6 +503,9 @@ class MessageSender:
                 if not self._send_control(immediate, fence, self._send_controls):
                     return
                 del self._pending_controls[immediate]
+        except BaseException:  # such as KeyboardInterrupt
+            self._state.loop.call_soon(self._send_controls)  # others may rely on this call
+            raise
         finally:
             self._sends_controls = False
 

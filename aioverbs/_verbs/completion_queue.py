@@ -57,7 +57,7 @@ class MessageModel(enum.Enum):
     """
 
     DEFAULT = "default"
-    """An await polls for as long as recent waits on the completion queue show that polling pays, at most until 100 us
+    """An await polls for as long as recent waits on the completion queue show that polling pays, at most until 200 us
     after the last task began to wait, then sleeps until the completion channel wakes its loop. Other tasks of the loop
     run between two polls.
     """

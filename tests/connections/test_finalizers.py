@@ -23,7 +23,7 @@ from aioverbs import (
 )
 from aioverbs._connection.connection import end_of, send_constant_nowait
 from aioverbs._connection.wire import FrameKind
-from aioverbs._core.data_path.data_path import Inbox, Operation
+from aioverbs._core.data_path.data_path import Inbox, Operation, WorkQueue
 from tests.connections.ends import HOST, SMALL, deeper, pair, works
 from tests.connections.test_messages import sample
 from tests.data_path.ends import ends
@@ -32,25 +32,25 @@ from tests.pace import patience
 ROOMY = deeper(SMALL, receive_depth=64, send_buffers=8, send_depth=32)
 
 
+class Cycle:
+    """Object that only the garbage collector frees."""
+
+    def __init__(self, kept: object = None) -> None:
+        self.itself = self
+        self.kept = kept
+
+
 @contextlib.contextmanager
-def finalizer(call: Callable[[], object], objects: int) -> Generator[None]:
-    """Call a function by a finalizer, in the garbage collection that begins when the block has made some objects.
+def collection(make_garbage: Callable[[], object], objects: int) -> Generator[None]:
+    """Make garbage, and let the garbage collection begin when the block has made some objects.
 
     From Python 3.12 on, the collection begins between two instructions of Python, and not while an object is made.
     """
-
-    class Garbage:
-        def __init__(self) -> None:
-            self.itself = self
-
-        def __del__(self) -> None:
-            call()
-
     before = gc.get_threshold()
     gc.disable()
     gc.collect()
     lists: list[object] = [[] for _ in range(100)]  # more than Python keeps for reuse, so that the block makes new ones
-    Garbage()
+    make_garbage()
     gc.set_threshold(gc.get_count()[0] + 1 + objects, 1000, 1000)
     gc.enable()
     try:
@@ -61,6 +61,16 @@ def finalizer(call: Callable[[], object], objects: int) -> Generator[None]:
         del lists
         gc.collect()  # if the block has made fewer objects
         gc.enable()
+
+
+def finalizer(call: Callable[[], object], objects: int) -> contextlib.AbstractContextManager[None]:
+    """Call a function by a finalizer, in the garbage collection that begins when the block has made some objects."""
+
+    class Garbage(Cycle):
+        def __del__(self) -> None:
+            call()
+
+    return collection(Garbage, objects)
 
 
 class Nested:
@@ -154,25 +164,44 @@ async def test_requests_are_posted_that_are_chained_in_the_middle_of_another(dev
 
 
 async def test_all_inboxes_end_with_their_queue(device: Device) -> None:
-    inboxes: list[Inbox] = []
+    for objects in range(10):
+        async with ends(device) as pair:
+            work = pair.far._work
+            assert work is not None
+            queue = work.receive_queue
+            assert queue is not None
+            inboxes: list[Inbox] = []
+
+            def make(queue: WorkQueue = queue, inboxes: list[Inbox] = inboxes) -> None:
+                inboxes.append(Inbox(queue, lambda received: received, lambda _: None))
+
+            for _ in range(2):
+                with finalizer(make, objects):
+                    make()
+            pair.far.to_error()
+            for inbox in inboxes:
+                async with asyncio.timeout(patience(5)):
+                    with pytest.raises(BrokenResourceError):
+                        await anext(inbox)
+            assert len(inboxes) == 4
+
+
+async def test_inboxes_that_are_collected_while_their_queue_ends(device: Device) -> None:
+    """Their weak references are removed from the list that is being read."""
     async with ends(device) as pair:
+        pair.far.to_error()
         work = pair.far._work
         assert work is not None
         queue = work.receive_queue
         assert queue is not None
 
-        def make() -> None:
-            inboxes.append(Inbox(queue, lambda received: received, lambda _: None))
+        def drop_inboxes() -> None:
+            for _ in range(25):  # Python does not keep tuples of that length for reuse
+                Cycle(Inbox(queue, lambda received: received, lambda _: None))
 
         for objects in range(10):
-            with finalizer(make, objects):
-                make()
-        pair.far.to_error()
-        for inbox in inboxes:
-            async with asyncio.timeout(patience(5)):
-                with pytest.raises(BrokenResourceError):
-                    await anext(inbox)
-    assert len(inboxes) == 20
+            with collection(drop_inboxes, objects):
+                work.errored()
 
 
 async def test_a_place_is_not_taken_twice(device: Device) -> None:

@@ -290,8 +290,11 @@ cdef class CqDispatcher:
             if not self.spin_until:
                 self._fall_asleep()
                 return False
+            if self.wait == WAIT_BEGUN:
+                self.spins += 1
+                self._yield_processor()
+                turn_now.spun += turn_clock() - now
             now = turn_clock()
-            self.spins += self.wait == WAIT_BEGUN
             self.wait = WAIT_POLLING
         elif self.spin_until <= now:
             self.wait = WAIT_POLLED
@@ -319,26 +322,21 @@ cdef class CqDispatcher:
 
     cdef uint64_t _may_poll(self, uint32_t spin_ns) except? 0:
         # Return the time until which this thread may poll that wants to poll for `spin_ns` from now; 0 if it may not,
-        # because other threads of this process poll on all processors. If it may, yield the processor first.
-        cdef uint64_t now, until
+        # because other threads of this process poll on all processors.
+        cdef uint64_t now
         if not spin_ns:
             return 0
         now = turn_clock()
         if now >= self.processors_due:
             self._count_processors()
             now = turn_clock()
-        if not spinner_begin(now, now + spin_ns, self.processors):
-            return 0
-        self._yield_processor()
-        until = turn_clock() + spin_ns
-        spinner_note(until)
-        return until
+        return now + spin_ns if spinner_begin(now, now + spin_ns, self.processors) else 0
 
     cdef void _yield_processor(self) noexcept:
         # Before polling, let run what waits for this processor. That may be the peer, which polling would keep from
-        # answering: the kernel often wakes it on the processor of the thread that wakes it. If other threads may change
-        # the state meanwhile, do nothing.
-        if not self.any_thread:
+        # answering: the kernel often wakes it on the processor of the thread that wakes it. Do nothing if other threads
+        # may change the state meanwhile, nor with POLLS, which has a processor for each end.
+        if not self.any_thread and self.model != POLLS:
             with nogil:
                 sched_yield()
 
@@ -471,8 +469,6 @@ cdef class CqDispatcher:
         if spins and operation.state == POSTED and self.model != SLEEPS:
             self._flush_chained()       # the peer may wait for these
             if self.model != ADAPTS:
-                if self.model == SPINS:     # with POLLS, each end has a processor for itself
-                    self._yield_processor()
                 self._spin(operation, self.spin_ns)
             elif self.quiet and not self.awaited and not self.any_thread:
                 self._spin_while_quiet(operation)
@@ -530,11 +526,12 @@ cdef class CqDispatcher:
         return 0
 
     cdef int64_t _spin(self, Operation operation, uint64_t spin_ns) except -1:
-        # Poll until the operation is done, or until awaits have spun for `spin_ns` in this turn. Return the time that
-        # this one took. After a first moment, poll without the GIL. If calls of several threads must not overlap (a
-        # thread domain without an owner), release the GIL only between two polls.
+        # Yield the processor, and poll until the operation is done, or until awaits have spun for `spin_ns` in this
+        # turn. Return the time that this one took, with that of the yield. After a first moment, poll without the GIL.
+        # If calls of several threads must not overlap (a thread domain without an owner), release the GIL only between
+        # two polls.
         cdef v.ibv_wc wcs[POLL_BATCH]
-        cdef uint64_t began = turn_clock(), now = began, until, end
+        cdef uint64_t began = turn_clock(), now, until, end, moment
         cdef bint shared = self.handle.affinity is not None and self.handle.affinity._thread == NULL
         cdef bint unlocked
         cdef int found
@@ -542,6 +539,9 @@ cdef class CqDispatcher:
             return 0
         until = began + spin_ns - turn_now.spun
         self.spins += 1
+        self._yield_processor()
+        now = turn_clock()
+        moment = now + MOMENT_NS
         while operation.state == POSTED and now < until:
             if self.dispatching:        # another thread may be dispatching the completion
                 self.poll_skipped = True
@@ -549,10 +549,10 @@ cdef class CqDispatcher:
                     pass
                 now = turn_clock()
                 continue
-            end = min(until, now + (SLICE_NS if now - began >= MOMENT_NS else MOMENT_NS))
+            end = min(until, now + SLICE_NS if now >= moment else moment)
             spinner_note(end)
             self.handle._use("ibv_poll_cq")
-            unlocked = now - began >= MOMENT_NS and not shared
+            unlocked = now >= moment and not shared
             if unlocked:
                 self.dispatching += 1
                 with nogil:
@@ -565,7 +565,7 @@ cdef class CqDispatcher:
                 self._poll_failed(found)
                 break
             self._dispatch_all(wcs, found)
-            if now - began >= MOMENT_NS:
+            if now >= moment:
                 PyErr_CheckSignals()
                 if shared:
                     with nogil:
@@ -579,11 +579,13 @@ cdef class CqDispatcher:
     cdef int _poll_failed(self, int found) except -1:
         # Break the queue because of the negative errno `found`; for overlapping calls, raise ConcurrentAccessError
         # instead. Only the software device reports the actual errno.
-        self._finish_dispatch()
-        if -found == EBUSY and self.handle.context.software:
-            self.handle._check("ibv_poll_cq", EBUSY)
-        verb = "ibv_start_poll" if self.handle.extended_pointer != NULL else "ibv_poll_cq"
-        self.broke(VerbsError(verb, -found if self.handle.context.software else EIO))
+        try:
+            self._finish_dispatch()
+        finally:
+            if -found == EBUSY and self.handle.context.software:
+                self.handle._check("ibv_poll_cq", EBUSY)
+            verb = "ibv_start_poll" if self.handle.extended_pointer != NULL else "ibv_poll_cq"
+            self.broke(VerbsError(verb, -found if self.handle.context.software else EIO))
         return 0
 
     cdef int _dispatch_all(self, v.ibv_wc *wcs, int found) except -1:

@@ -45,12 +45,13 @@ cdef class WorkQueue:
     cdef readonly uint64_t doorbells
     cdef readonly uint32_t high_water
     cdef dict errors                    # number of failed requests by the number of their status
-    cdef list inboxes                   # weak references to the inboxes that it fills; None if there are none
+    cdef list inboxes                   # weak references to the inboxes that it fills
     cdef list still_pinned              # pins (_Run) of memory that the device may still write after an abandon
 
     def __cinit__(self):
         slots_begin(&self.own_slots)
         finalizer_lock_begin(&self.waiting_lock)
+        self.inboxes = []
 
     def __dealloc__(self):
         slots_end(&self.own_slots)
@@ -102,19 +103,15 @@ cdef class WorkQueue:
     # ---- Inboxes
 
     cdef int _add_inbox(self, Inbox inbox) except -1:
-        # The list stays the same one: a finalizer may add another inbox in the middle.
-        if self.inboxes is None:
-            self.inboxes = []
         self.inboxes.append(weakref.ref(inbox, self.inboxes.remove))
         return 0
 
     cdef int _end_inboxes(self, object error) except -1:
         # The queue takes no more receives because of `error`: notify the tasks that await messages.
-        if self.inboxes is not None:
-            for each in tuple(self.inboxes):
-                inbox = each()
-                if inbox is not None:
-                    (<Inbox>inbox)._queue_failed(error)
+        for each in list(self.inboxes):     # tuple() and slices read the size before they allocate
+            inbox = each()
+            if inbox is not None:
+                (<Inbox>inbox)._queue_failed(error)
         return 0
 
     # ---- Awaiting
@@ -641,7 +638,10 @@ cdef class WorkQueue:
             operation.vendor_err = wc.vendor_err
             operation.qp_num = wc.qp_num
         elif self.receives:
-            operation.value = _received(operation, wc)
+            received = _received(operation, wc)
+            if operation.state == DONE:     # ended by a finalizer meanwhile
+                return 0
+            operation.value = received
         else:
             operation._take_old_value()
         if operation.status != SUCCESS:

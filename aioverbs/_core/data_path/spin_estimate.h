@@ -24,7 +24,7 @@
 #include <stdint.h>
 #include <sys/resource.h> /* RUSAGE_THREAD, with _GNU_SOURCE */
 
-#define SPIN_LIMIT_NS 100000 /* longest mean of waits that poll: about what a peer that slept takes to answer */
+#define SPIN_LIMIT_NS 100000 /* longest mean at which polling begins: about what a peer that slept takes to answer */
 #define SPIN_BUSY_NS 20000   /* shorter waits do not tell whether the thread would have slept */
 #define SPIN_LONG_NS (2 * SPIN_LIMIT_NS) /* longest polling: two ends that poll do not sleep as one of them probes */
 #define SPIN_WEIGHT 8                    /* a mean moves by this fraction of the difference with each wait */

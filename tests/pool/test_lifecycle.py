@@ -744,9 +744,10 @@ async def test_a_pool_stays_open_when_its_closing_is_cancelled_and_fails(device:
         assert pool.state is pool.pd.state is ResourceState.OPEN
     finally:
         go_on.set()
-    await until(lambda: not any(worker.calls for worker in pool.statistics().workers))
-    await pool.stop(0)
-    assert pool.closed
+    async with asyncio.timeout(patience(20)):
+        while not pool.closed:  # on a busy machine, the worker's thread may take longer to end
+            with contextlib.suppress(BusyResourceError):
+                await pool.stop(0)
     assert pool.pd.closed
     await call.wait()
 

@@ -28,6 +28,7 @@ from aioverbs import (
     open_device,
 )
 from aioverbs._core.handles import handles
+from aioverbs._lifecycle.resource import Resource, open_now
 from aioverbs._memory.region import MemoryRegion
 from aioverbs._verbs.device import Device
 from tests.capabilities import Capability, capabilities, needs
@@ -72,6 +73,19 @@ def counts(pd: ProtectionDomain) -> tuple[int, int, int, int]:
     regions = [entry.region for entry in pd.cache._entries.values()]
     assert statistics.bytes == sum(len(region) for region in regions)
     return statistics.hits, statistics.misses, statistics.evictions, statistics.entries
+
+
+def held_registrations(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Let each registration run in a thread, and wait there until the returned event is set."""
+    go_on = threading.Event()
+
+    def open_later(resource: Resource) -> None:
+        assert go_on.wait(patience(20))
+        open_now(resource)
+
+    monkeypatch.setattr("aioverbs._memory.region._LARGE_BYTES", 1)
+    monkeypatch.setattr("aioverbs._memory.region.open_now", open_later)
+    return go_on
 
 
 async def use(pd: ProtectionDomain, buffer: "Buffer", access: AccessFlags = AccessFlags.LOCAL_WRITE) -> int:
@@ -418,12 +432,13 @@ async def test_concurrent_users_share_one_registration(pd: ProtectionDomain, mon
 async def test_a_cancelled_registration_is_repeated_by_the_next_waiter(
     pd: ProtectionDomain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aioverbs._memory.region._LARGE_BYTES", 1)
+    go_on = held_registrations(monkeypatch)
     memory = bytearray(SIZE)
     tasks = [asyncio.create_task(use(pd, memory)) for _ in range(3)]
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     tasks[0].cancel()
+    go_on.set()
     await asyncio.wait(tasks)
     assert tasks[0].cancelled()
     assert tasks[1].result() == tasks[2].result()
@@ -617,7 +632,7 @@ async def test_a_referenced_error_does_not_keep_the_buffer(
     device: Device, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     """Neither for a cancelled registration, nor for a buffer too large for the cache."""
-    monkeypatch.setattr("aioverbs._memory.region._LARGE_BYTES", 1)
+    go_on = held_registrations(monkeypatch)
     async with device.protection_domain() as pd:
         pd.cache.max_bytes = 4096
         buffer = bytearray(size)
@@ -629,6 +644,7 @@ async def test_a_referenced_error_does_not_keep_the_buffer(
         task = asyncio.create_task(use())
         await asyncio.sleep(0)
         task.cancel()
+        go_on.set()
         with pytest.raises(asyncio.CancelledError) as caught:
             await task
         await pd.cache.drop(buffer)

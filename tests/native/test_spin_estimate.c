@@ -57,9 +57,9 @@ static void long_waits_poll_only_as_probes(void)
     int waits = 0, i;
 
     spin_estimate_begin(&estimate);
-    while (estimate.pays && waits < 10)
+    while (estimate.pays && waits < 20)
         waits += wait_often(&estimate, 1, UINT64_MAX, UINT64_MAX);
-    CHECK(waits <= 8);
+    CHECK(waits <= 12);
     for (i = 0; i < SPIN_GAP; i++) {
         CHECK_EQ(spin_budget(&estimate), 0);
         spin_note_asleep(&estimate, UINT64_MAX, true);

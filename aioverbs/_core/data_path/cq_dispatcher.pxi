@@ -290,11 +290,10 @@ cdef class CqDispatcher:
             if not self.spin_until:
                 self._fall_asleep()
                 return False
+            now = turn_clock()
             if self.wait == WAIT_BEGUN:
                 self.spins += 1
-                self._yield_processor()
-                turn_now.spun += turn_clock() - now
-            now = turn_clock()
+                now = self._yield_processor(now)
             self.wait = WAIT_POLLING
         elif self.spin_until <= now:
             self.wait = WAIT_POLLED
@@ -332,13 +331,20 @@ cdef class CqDispatcher:
             now = turn_clock()
         return now + spin_ns if spinner_begin(now, now + spin_ns, self.processors) else 0
 
-    cdef void _yield_processor(self) noexcept:
+    cdef uint64_t _yield_processor(self, uint64_t now) noexcept:
         # Before polling, let run what waits for this processor. That may be the peer, which polling would keep from
         # answering: the kernel often wakes it on the processor of the thread that wakes it. Do nothing if other threads
-        # may change the state meanwhile, nor with POLLS, which has a processor for each end.
-        if not self.any_thread and self.model != POLLS:
-            with nogil:
-                sched_yield()
+        # may change the state meanwhile, nor with POLLS, which has a processor for each end. Return the time after
+        # that; if it took long, since others need the processor, awaits have spun for that time in this turn.
+        cdef uint64_t after
+        if self.any_thread or self.model == POLLS:
+            return now
+        with nogil:
+            sched_yield()
+        after = turn_clock()
+        if after - now > QUIET_SPIN_NS:
+            turn_now.spun += after - now
+        return after
 
     cdef int _count_processors(self) except -1:
         self.processors_due = turn_clock() + PROCESSORS_NS
@@ -531,18 +537,17 @@ cdef class CqDispatcher:
         # If calls of several threads must not overlap (a thread domain without an owner), release the GIL only between
         # two polls.
         cdef v.ibv_wc wcs[POLL_BATCH]
-        cdef uint64_t began = turn_clock(), now, until, end, moment
+        cdef uint64_t began = turn_clock(), yielded, now, until, end, moment
         cdef bint shared = self.handle.affinity is not None and self.handle.affinity._thread == NULL
         cdef bint unlocked
         cdef int found
         if turn_now.spun >= spin_ns:
             return 0
-        until = began + spin_ns - turn_now.spun
         self.spins += 1
-        self._yield_processor()
-        now = turn_clock()
+        now = yielded = self._yield_processor(began)
+        until = now + spin_ns - min(turn_now.spun, spin_ns)
         moment = now + MOMENT_NS
-        while operation.state == POSTED and now < until:
+        while operation.state == POSTED and (now < until or now == yielded):
             if self.dispatching:        # another thread may be dispatching the completion
                 self.poll_skipped = True
                 with nogil:
@@ -571,7 +576,7 @@ cdef class CqDispatcher:
                     with nogil:
                         pass            # lets other threads run
             now = turn_clock()
-        turn_now.spun += now - began
+        turn_now.spun += now - yielded
         if operation.state == DONE:
             self.spins_paid += 1
         return <int64_t>(now - began)

@@ -27,7 +27,7 @@
 #define SPIN_LIMIT_NS 100000 /* longest mean at which polling begins: about what a peer that slept takes to answer */
 #define SPIN_BUSY_NS 20000   /* shorter waits do not tell whether the thread would have slept */
 #define SPIN_LONG_NS (2 * SPIN_LIMIT_NS) /* longest polling: two ends that poll do not sleep as one of them probes */
-#define SPIN_WEIGHT 8                    /* a mean moves by this fraction of the difference with each wait */
+#define SPIN_WEIGHT 16                   /* a mean moves by this fraction of the difference with each wait */
 #define SPIN_PROBE_WEIGHT 4              /* the same with each probe */
 #define SPIN_GAP 64                      /* number of waits that sleep between two probes */
 #define SPIN_GAP_POLLING 512             /* number of waits that poll between two probes */

@@ -5,7 +5,7 @@ import contextlib
 import functools
 import gc
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 
 import anyio
 import pytest
@@ -30,6 +30,14 @@ from tests.data_path.ends import ends
 from tests.pace import patience
 
 ROOMY = deeper(SMALL, receive_depth=64, send_buffers=8, send_depth=32)
+
+
+@pytest.fixture(autouse=True)
+def without_older_objects() -> Iterator[None]:
+    """Let collections take no time for the objects of other tests."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 class Cycle:

@@ -38,7 +38,6 @@ class _IntoMemory(asyncio.BufferedProtocol):
 
     def __init__(self) -> None:
         self.left = 0  # number of messages until the answer
-        self.size = 0
         self._head = memoryview(bytearray(4))
         self._memory = self._unfilled = memoryview(b"")
         self._transport: asyncio.Transport | None = None

@@ -20,10 +20,13 @@ async def standard_input() -> asyncio.StreamReader:
 
 @dataclass
 class PeerProcess:
+    """A running script, and the last line that it has printed."""
+
     process: asyncio.subprocess.Process
     last_line: str = ""
 
     async def request(self, line: str) -> None:
+        """Send a line, and wait for the one that the script prints."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{line}\n".encode())
         await self.receive_line()
@@ -35,6 +38,7 @@ class PeerProcess:
 
 @contextlib.asynccontextmanager
 async def peer_process(script: str, *arguments: str) -> AsyncIterator[PeerProcess]:
+    """Run a script until the end of the block, which ends its standard input. The block begins with its first line."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(sys.executable, script, *arguments, stdin=pipe, stdout=pipe)
     assert process.stdin is not None

@@ -200,7 +200,7 @@ async def devices(transfer: str) -> AsyncIterator[tuple[Device, Device, Collecti
     """Open two devices linked by "direct", "rings", "socket" or "tcp"; yield both, and the threads of the first."""
     os.environ["AIOVERBS_SOFT_SPIN"] = "0"
     os.environ["AIOVERBS_SOFT_DIRECT"] = str(int(transfer == "direct"))
-    os.environ["AIOVERBS_SOFT_RINGS"] = str(int(transfer in ("direct", "rings")))
+    os.environ["AIOVERBS_SOFT_RINGS"] = str(int(transfer == "rings"))
     folder = Path(os.environ["AIOVERBS_COSTS_FOLDER"])
     address = own_address()
     for name in ("near", "far"):
@@ -265,6 +265,7 @@ def scenes(loop: str) -> dict[str, AbstractAsyncContextManager[Scene]]:
         "message by Unix socket": on_two_devices("socket", lambda near, far, _: message_scene(near, far)),
         "message by rings": on_two_devices("rings", lambda near, far, _: message_scene(near, far)),
         "message by TCP": on_two_devices("tcp", lambda near, far, _: message_scene(near, far)),
+        "message of 32 KiB by rings": on_two_devices("rings", lambda near, far, _: message_scene(near, far, 1 << 15)),
         "message of 32 KiB, direct": on_two_devices("direct", lambda near, far, _: message_scene(near, far, 1 << 15)),
         "lease": on_one_device("inline", lease_scene),
         "call of a worker": on_one_device("inline", lambda device: call_scene(device, loop)),

@@ -123,10 +123,11 @@ COSTS = {
     "message by Unix socket": Cost(256, MESSAGE_BY_SOCKET, (3556, 1498), within=CHECK_TOLERANCE),
     "message by rings": Cost(256, MESSAGE_BY_RINGS, (3556, 1498), within=CHECK_TOLERANCE),
     "message by TCP": Cost(256, MESSAGE_BY_SOCKET, (3556, 1498), within=CHECK_TOLERANCE),
+    "message of 32 KiB by rings": Cost(256, MESSAGE_BY_RINGS, (3556, 1498), within=CHECK_TOLERANCE),
     # Each is read from the peer's memory, after a check that the peer still lives.
     "message of 32 KiB, direct": Cost(
         256,
-        {**MESSAGE_BY_RINGS, "poll": (128, 128), "process_vm_readv": (128, 128)},
+        {**MESSAGE_BY_SOCKET, "poll": (128, 128), "process_vm_readv": (128, 128)},
         (3556, 1498),
         within=CHECK_TOLERANCE,
     ),

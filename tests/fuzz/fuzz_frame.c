@@ -20,9 +20,13 @@ static void frame(const uint8_t *data, size_t size)
 
     if (size < SOFT_FRAME_SIZE || soft_frame_parse(data, &parsed))
         return;
-    require(parsed.size <= SOFT_FRAGMENT && parsed.part <= SOFT_DIRECT_FRAGMENT && parsed.total <= SOFT_FRAME_MESSAGE);
+    if (parsed.kind == SOFT_FRAME_SKIP)
+        require(parsed.size <= SOFT_FRAME_SKIPPED - SOFT_FRAME_SIZE && !parsed.total);
+    else
+        require(parsed.size <= SOFT_FRAGMENT);
+    require(parsed.part <= SOFT_DIRECT_FRAGMENT && parsed.total <= SOFT_FRAME_MESSAGE);
     require(parsed.segments <= SOFT_FRAME_SEGMENTS && parsed.copy_token < SOFT_COPY_TOKENS && parsed.sgid_index < 2);
-    require(parsed.kind == SOFT_FRAME_RESPONSE || parsed.offset <= parsed.total - parsed.part);
+    require(parsed.kind != SOFT_FRAME_REQUEST || parsed.offset <= parsed.total - parsed.part);
     soft_frame_pack(&parsed, again);
     require(!memcmp(again, data, sizeof(again)));
     if (!(parsed.flags & SOFT_FRAME_DIRECT) || !parsed.segments || size - SOFT_FRAME_SIZE < parsed.size)

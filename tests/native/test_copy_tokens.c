@@ -92,6 +92,7 @@ static void open_scene(struct scene *scene)
 
     memset(scene, 0, sizeof(*scene));
     new_directory();
+    settings.rings = false; /* data of this size would go through them */
     like.options.settings = &settings;
     home_open_like(&scene->home, &like);
     scene->peer = node_open();

@@ -423,7 +423,7 @@ static void closing_a_large_file_does_not_delay_peers(void)
         bool stays;
     } files[] = {{4096, F_SEAL_SHRINK | F_SEAL_GROW, false},
                  {4096, 0, true}, /* it may have grown by then */
-                 {4 << 20, F_SEAL_SHRINK | F_SEAL_GROW, true}};
+                 {8 << 20, F_SEAL_SHRINK | F_SEAL_GROW, true}};
     uint8_t hello[SOFT_HELLO_SIZE], welcome[SOFT_WELCOME_SIZE];
     unsigned int before, open, i, stay = 0;
     struct soft_hello said = {.flags = 0};
@@ -633,18 +633,23 @@ static void invalid_frames(void)
     send_frame(fd, &frame);
     expect_refused(fd, "does not belong on this side", 0, 3, HERE);
 
+    fd = raw_open(b); /* bytes to skip, which only rings have */
+    frame = (struct soft_frame){.kind = SOFT_FRAME_SKIP};
+    send_frame(fd, &frame);
+    expect_refused(fd, "does not belong on this side", 0, 4, HERE);
+
     fd = raw_open(b); /* directly, which was not agreed on */
     frame = request_frame(IBV_WR_RDMA_WRITE, 6, 0, 100);
     frame.flags |= SOFT_FRAME_DIRECT;
     frame.segments = 1;
     frame.size = SOFT_SEGMENT_SIZE;
     send_frame(fd, &frame);
-    expect_refused(fd, "not negotiated", 0, 4, HERE);
+    expect_refused(fd, "not negotiated", 0, 5, HERE);
 
     fd = raw_open(b); /* what a queue pair finds wrong */
     frame = request_frame(IBV_WR_SEND_WITH_INV, 6, 0, 0);
     send_frame(fd, &frame);
-    expect_refused(fd, "nobody here invalidates", 0, 5, HERE);
+    expect_refused(fd, "nobody here invalidates", 0, 6, HERE);
     CHECK_EQ(b->requests, 1);
     close_all();
 }

@@ -198,6 +198,83 @@ static void an_index_that_goes_back(void)
     close_nodes();
 }
 
+/* Return how many pages of a ring were used behind its begin, to which a producer goes back. */
+static unsigned int used_behind(const uint8_t *ring)
+{
+    static unsigned char resident[SOFT_RING_SIZE / 4096];
+    uint32_t begin = SOFT_RING_SPAN + (64u << 10); /* more than is written before it is empty, and looked at */
+    unsigned int i, used = 0;
+
+    REQUIRE_EQ(mincore((void *)(uintptr_t)(ring + begin), SOFT_RING_SIZE - begin, resident), 0);
+    for (i = 0; i < (SOFT_RING_SIZE - begin) / soft_page(); i++)
+        used += resident[i] & 1;
+    return used;
+}
+
+/* Small frames use the begin of both rings only, however many they are. Large ones use all. */
+static void small_frames_leave_most_of_a_ring(void)
+{
+    unsigned int i, before;
+
+    open_nodes();
+    for (i = 0; i < 2000; i++) {
+        before = a->responses;
+        sender_want(&honest, IBV_WR_RDMA_READ, 20, 500);
+        EVENTUALLY(a->responses == before + 20);
+    }
+    CHECK(honest.link->stream.bytes_in > 4 * SOFT_RING_SIZE && honest.link->stream.bytes_out > 3 * SOFT_RING_SIZE);
+    CHECK_EQ(used_behind(honest.link->stream.ring_in.data), 0);
+    CHECK_EQ(used_behind(honest.link->stream.ring_out.data), 0);
+    before = a->responses;
+    sender_want(&honest, IBV_WR_SEND, 100, SOFT_FRAGMENT);
+    EVENTUALLY(a->responses == before + 100);
+    CHECK(used_behind(honest.link->stream.ring_out.data) > 0);
+    close_nodes();
+}
+
+static void write_skip(struct soft_stream *peer, uint32_t size, uint32_t from)
+{
+    struct soft_frame frame = {.kind = SOFT_FRAME_SKIP, .size = size, .from = from};
+    uint8_t header[SOFT_FRAME_SIZE];
+
+    soft_frame_pack(&frame, header);
+    CHECK_EQ(soft_ring_write(&peer->ring_out, &(struct iovec){header, sizeof(header)}, 1), SOFT_FRAME_SIZE);
+}
+
+static void bytes_to_skip(void)
+{
+    struct soft_stream peer;
+    unsigned int before;
+
+    open_nodes();
+    before = b->requests;
+    open_peer(&peer);
+    write_skip(&peer, 0, 0);
+    CHECK(write_request(&peer, IBV_WR_SEND, 1, 100) > 0);
+    write_skip(&peer, 300000, 0);
+    soft_ring_pass(&peer.ring_out, 300000);
+    CHECK(write_request(&peer, IBV_WR_SEND, 2, 100) > 0);
+    ring_bell(&peer);
+    EVENTUALLY(b->requests == before + 2);
+    CHECK_EQ(b->wrong, 0);
+    write_skip(&peer, 1000, 0); /* as the begin of a frame of which the rest does not come */
+    soft_ring_pass(&peer.ring_out, 999);
+    ring_bell(&peer);
+    drop_peer(&peer);
+    EVENTUALLY(stats_of(b).streams == 1);
+    CHECK_EQ(stats_of(b).refused_frames, 0);
+
+    open_peer(&peer);
+    write_skip(&peer, 10, 1);
+    ring_bell(&peer);
+    expect_refused(&peer, "a reserved field is not zero", 1, HERE);
+    open_peer(&peer);
+    write_skip(&peer, SOFT_RING_SIZE, 0);
+    ring_bell(&peer);
+    expect_refused(&peer, "more bytes are to be skipped than there are", 2, HERE);
+    close_nodes();
+}
+
 static void garbage_closes_the_stream(void)
 {
     struct soft_stream peer;
@@ -324,7 +401,7 @@ static void room_that_is_asked_for(void)
 
 enum {
     MANY = 40,     /* more than one poll serves, and than one looks at while they are idle */
-    PAUSING = 200, /* reads of 4 KiB whose answers do not fit into the ring and what is queued for it */
+    PAUSING = 400, /* reads of 4 KiB whose answers do not fit into the ring and what is queued for it */
 };
 
 static void open_many(struct soft_stream *peers)
@@ -643,8 +720,8 @@ static void an_accepting_side_that_lies(void)
         if (i == 0) {
             atomic_store(&peer.ring_out.own->tail, SOFT_RING_SIZE + 1);
         } else if (i == 1) {
-            atomic_store(&peer.ring_in.own->head, 1u << 20);
-            sender_want(&looking, IBV_WR_SEND, 10, 60000);
+            atomic_store(&peer.ring_in.own->head, 1u << 30);
+            sender_want(&looking, IBV_WR_SEND, 20, 60000);
         } else { /* a request on the side of responses */
             CHECK_EQ(write_request(&peer, IBV_WR_SEND, 1, 0), SOFT_FRAME_SIZE);
         }
@@ -922,12 +999,12 @@ static void an_unfinished_link_that_breaks(void)
     close_nodes();
 }
 
-CHECK_MAIN_ONCE(CASE(indices_out_of_range), CASE(an_index_that_goes_back), CASE(garbage_closes_the_stream),
-                CASE(doorbells_for_nothing), CASE(a_frame_in_pieces), CASE(a_peer_that_reads_nothing),
-                CASE(room_that_is_asked_for), CASE(many_peers_that_write), CASE(many_peers_that_are_idle),
-                CASE(many_peers_that_read_nothing), CASE(many_peers_that_are_stalled), CASE(many_peers_that_trickle),
-                CASE(a_peer_that_does_not_ring), CASE(memory_that_changes_while_it_is_read),
-                CASE(an_accepting_side_that_lies), CASE(files_that_are_no_rings), CASE(files_that_nobody_asked_for),
-                CASE(more_files_than_welcome_has), CASE(either_side_may_decline), CASE(a_peer_that_ends),
-                CASE(an_unfinished_stream_that_ends), CASE(an_index_that_is_restored),
-                CASE(an_unfinished_link_that_breaks))
+CHECK_MAIN_ONCE(CASE(indices_out_of_range), CASE(an_index_that_goes_back), CASE(small_frames_leave_most_of_a_ring),
+                CASE(bytes_to_skip), CASE(garbage_closes_the_stream), CASE(doorbells_for_nothing),
+                CASE(a_frame_in_pieces), CASE(a_peer_that_reads_nothing), CASE(room_that_is_asked_for),
+                CASE(many_peers_that_write), CASE(many_peers_that_are_idle), CASE(many_peers_that_read_nothing),
+                CASE(many_peers_that_are_stalled), CASE(many_peers_that_trickle), CASE(a_peer_that_does_not_ring),
+                CASE(memory_that_changes_while_it_is_read), CASE(an_accepting_side_that_lies),
+                CASE(files_that_are_no_rings), CASE(files_that_nobody_asked_for), CASE(more_files_than_welcome_has),
+                CASE(either_side_may_decline), CASE(a_peer_that_ends), CASE(an_unfinished_stream_that_ends),
+                CASE(an_index_that_is_restored), CASE(an_unfinished_link_that_breaks))

@@ -343,6 +343,25 @@ static void direct_frames(void)
     CHECK(soft_segments_parse(&frame, payload, back) != NULL);
 }
 
+static struct soft_frame a_skip(void)
+{
+    return (struct soft_frame){.kind = SOFT_FRAME_SKIP, .size = SOFT_FRAME_SKIPPED - SOFT_FRAME_SIZE};
+}
+
+static void frames_to_skip(void)
+{
+    BAD(a_skip(), size = SOFT_FRAME_SKIPPED - SOFT_FRAME_SIZE + 1);
+    BAD(a_skip(), size = UINT32_MAX);
+    BAD(a_skip(), opcode = 1);
+    BAD(a_skip(), flags = SOFT_FRAME_LAST);
+    BAD(a_skip(), transport = IBV_QPT_RC);
+    BAD(a_skip(), from = 1);
+    BAD(a_skip(), part = 1);
+    BAD(a_skip(), swap = 1);
+    BAD(a_skip(), serial = 1);
+    BAD(a_skip(), token = 1);
+}
+
 /* A header that is accepted is within the bounds for which memory is reserved, whatever its bytes. */
 static void random_bytes(void)
 {
@@ -460,4 +479,5 @@ static void proofs_depend_on_all(void)
 
 CHECK_MAIN_ONCE(CASE(every_kind_of_frame_is_parsed_as_packed), CASE(layout_of_a_frame), CASE(numbers_out_of_range),
                 CASE(parts_that_do_not_fit), CASE(fields_without_a_meaning), CASE(answers_of_each_kind),
-                CASE(direct_frames), CASE(random_bytes), CASE(handshake_messages), CASE(proofs_depend_on_all))
+                CASE(direct_frames), CASE(frames_to_skip), CASE(random_bytes), CASE(handshake_messages),
+                CASE(proofs_depend_on_all))

@@ -181,6 +181,45 @@ static void an_invalid_index_refuses_writes(void)
     close_ring(&scene);
 }
 
+/* The rest of a ring is left out when the ring is empty and its first part was used. */
+static void the_rest_is_left_out(void)
+{
+    uint32_t available, rest, used = SOFT_RING_SPAN + 2000;
+    struct scene scene;
+
+    open_ring(&scene, 0);
+    CHECK_EQ(write_bytes(&scene, SOFT_RING_SPAN - 1, 1), SOFT_RING_SPAN - 1);
+    CHECK(soft_ring_available(&scene.consumer, &available));
+    read_bytes(&scene, available);
+    soft_ring_release(&scene.consumer);
+    CHECK_EQ(soft_ring_rest(&scene.producer), 0); /* not used up */
+    CHECK_EQ(write_bytes(&scene, 1, 1), 1);
+    CHECK_EQ(soft_ring_rest(&scene.producer), 0); /* not empty */
+    CHECK_EQ(write_bytes(&scene, used - SOFT_RING_SPAN, 1), used - SOFT_RING_SPAN);
+    CHECK(soft_ring_available(&scene.consumer, &available));
+    read_bytes(&scene, available);
+    CHECK_EQ(soft_ring_rest(&scene.producer), 0); /* empty, but not known to be */
+    soft_ring_release(&scene.consumer);
+    CHECK_EQ(soft_ring_rest(&scene.producer), 0); /* known, but just looked at */
+    CHECK_EQ(write_bytes(&scene, 1000, 1), 1000);
+    CHECK_EQ(soft_ring_rest(&scene.producer), 0);
+    CHECK_EQ(write_bytes(&scene, 24, 1), 24);
+    CHECK(soft_ring_available(&scene.consumer, &available));
+    read_bytes(&scene, available);
+    soft_ring_release(&scene.consumer);
+    rest = soft_ring_rest(&scene.producer);
+    CHECK_EQ(rest, SOFT_RING_SIZE - used - 1024);
+    soft_ring_pass(&scene.producer, rest);
+    CHECK(soft_ring_available(&scene.consumer, &available));
+    CHECK_EQ(available, rest);
+    scene.consumer.head += rest;
+    CHECK(soft_ring_bytes(&scene.consumer) == scene.data);
+    CHECK_EQ(write_bytes(&scene, 100, 1), 100);
+    CHECK(soft_ring_available(&scene.consumer, &available));
+    read_bytes(&scene, available);
+    close_ring(&scene);
+}
+
 /* A wish is answered once, and only if it is for what came. */
 static void a_wish_is_answered_once(void)
 {
@@ -322,4 +361,4 @@ static void threads_that_sleep(void)
 }
 
 CHECK_MAIN_ONCE(CASE(bytes_come_in_their_order), CASE(indices_of_a_hostile_peer), CASE(an_invalid_index_refuses_writes),
-                CASE(a_wish_is_answered_once), CASE(threads_that_sleep))
+                CASE(the_rest_is_left_out), CASE(a_wish_is_answered_once), CASE(threads_that_sleep))

@@ -13,7 +13,7 @@
 
 enum {
     SETTLED = F_SEAL_SHRINK | F_SEAL_GROW,
-    SMALL = 2 << 20, /* bytes: one huge page */
+    SMALL = 4 << 20, /* bytes: two huge pages */
 };
 
 /* Return whether this process may make a file of that size: otherwise the kernel sends a signal that ends it. */

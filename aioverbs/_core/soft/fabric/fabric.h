@@ -123,6 +123,9 @@ void soft_link_forget(struct soft_link *link, struct soft_qp *qp);
 /* Return whether the current connection allows direct copies. */
 bool soft_link_direct(const struct soft_link *link);
 
+/* Return whether data goes through shared memory, if it is not copied directly. */
+bool soft_link_has_rings(const struct soft_link *link);
+
 /* Return whether a fault plan may affect frames of the link's device. */
 bool soft_link_has_frame_faults(const struct soft_link *link);
 

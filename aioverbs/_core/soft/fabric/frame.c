@@ -276,6 +276,19 @@ static const char *check_response(const struct soft_frame *frame)
     }
 }
 
+/* ---- Check of bytes to skip ------------------------------------------------------------------------------- */
+
+static const char *check_skip(const uint8_t in[SOFT_FRAME_SIZE], const struct soft_frame *frame)
+{
+    const struct soft_frame skip = {.kind = SOFT_FRAME_SKIP, .size = frame->size};
+    uint8_t expected[SOFT_FRAME_SIZE];
+
+    soft_frame_pack(&skip, expected);
+    if (memcmp(in, expected, sizeof(expected)))
+        return "a reserved field is not zero";
+    return frame->size > SOFT_FRAME_SKIPPED - SOFT_FRAME_SIZE ? "more bytes are to be skipped than there are" : NULL;
+}
+
 const char *soft_frame_parse(const uint8_t in[SOFT_FRAME_SIZE], struct soft_frame *frame)
 {
     unpack(in, frame);
@@ -286,6 +299,8 @@ const char *soft_frame_parse(const uint8_t in[SOFT_FRAME_SIZE], struct soft_fram
         return check_request(frame);
     case SOFT_FRAME_RESPONSE:
         return check_response(frame);
+    case SOFT_FRAME_SKIP:
+        return check_skip(in, frame);
     default:
         return "a kind of frame is unknown";
     }

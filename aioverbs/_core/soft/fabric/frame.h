@@ -20,7 +20,9 @@
 #define SOFT_SEGMENT_SIZE 16u
 #define SOFT_COPY_TOKENS 512u
 
-enum { SOFT_FRAME_REQUEST = 1, SOFT_FRAME_RESPONSE = 2 }; /* kind */
+#define SOFT_FRAME_SKIPPED (1u << 20) /* maximum that is skipped with its header: a ring */
+
+enum { SOFT_FRAME_REQUEST = 1, SOFT_FRAME_RESPONSE = 2, SOFT_FRAME_SKIP = 3 }; /* kind */
 
 /* Opcode of a response. */
 enum {
@@ -49,7 +51,9 @@ struct soft_frame {
     uint8_t hop_limit;  /* datagrams, like the next two */
     uint8_t traffic_class;
     uint32_t flow_label;
-    uint32_t size;     /* bytes of payload: `part`; or 0 for a read request; or the size of the list of segments */
+    /* bytes of payload: `part`; or 0 for a read request; or the size of the list of segments; or the number of bytes to
+     * skip, whose frame has no other field */
+    uint32_t size;
     uint32_t to, from; /* queue pair numbers */
     /* request: number of the sender's queue pair since its last reset; response: copied from the request */
     uint32_t token;

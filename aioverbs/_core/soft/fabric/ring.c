@@ -5,6 +5,8 @@
 
 _Static_assert(!(SOFT_RING_SIZE & (SOFT_RING_SIZE - 1)), "a power of two");
 
+#define LOOK_BYTES 1024u /* written bytes after which soft_ring_rest() looks again */
+
 /* ---- The producer -------------------------------------------------------------------------------------------- */
 
 bool soft_ring_room(struct soft_ring_producer *ring, uint32_t *room)
@@ -46,13 +48,29 @@ int32_t soft_ring_write(struct soft_ring_producer *ring, const struct iovec *pie
 
     for (i = 0; i < count; i++)
         size += pieces[i].iov_len;
-    if (size > room && !soft_ring_room(ring, &room))
+    if (ring->invalid || (size > room && !soft_ring_room(ring, &room)))
         return -1;
     written = ring_copy(ring, pieces, count, room);
     ring->tail += written;
     if (written)
         atomic_store_explicit(&ring->own->tail, ring->tail, memory_order_release);
     return (int32_t)written;
+}
+
+uint32_t soft_ring_rest(struct soft_ring_producer *ring)
+{
+    uint32_t place = ring->tail & (SOFT_RING_SIZE - 1), room;
+
+    if (place < SOFT_RING_SPAN || ring->tail - ring->looked < LOOK_BYTES)
+        return 0;
+    ring->looked = ring->tail;
+    return soft_ring_room(ring, &room) && room == SOFT_RING_SIZE ? SOFT_RING_SIZE - place : 0;
+}
+
+void soft_ring_pass(struct soft_ring_producer *ring, uint32_t count)
+{
+    ring->tail += count;
+    atomic_store_explicit(&ring->own->tail, ring->tail, memory_order_release);
 }
 
 /* ---- The consumer -------------------------------------------------------------------------------------------- */

@@ -32,9 +32,13 @@
 #include <stdint.h>
 #include <sys/uio.h>
 
-/* Bytes of a ring. The kernel provides pages on first use, so a ring has touched as many as passed through it, and all
- * once a whole size has. A frame of the largest size fits. A multiple of the page size of every kernel. */
-#define SOFT_RING_SIZE (256u << 10)
+/* Bytes of a ring. The kernel provides pages on first use. A frame of the largest size fits. A multiple of the page
+ * size of every kernel. */
+#define SOFT_RING_SIZE (1u << 20)
+
+/* Bytes at the begin of a ring that are enough as long as it becomes empty now and then, as rings do without large
+ * data: the producer goes back there (soft_ring_rest), so that the others are not touched. */
+#define SOFT_RING_SPAN (SOFT_RING_SIZE / 4)
 
 /* Reasons to wake a side: bits of `wants`. */
 enum {
@@ -58,9 +62,10 @@ struct soft_ring_side {
 struct soft_ring_producer {
     uint8_t *data; /* NULL: there is no ring */
     struct soft_ring_side *own, *peer;
-    uint32_t tail; /* own index */
-    uint32_t head; /* last index that was read of the peer */
-    bool invalid;  /* the peer's index was invalid once: what the peer writes later changes nothing */
+    uint32_t tail;   /* own index */
+    uint32_t head;   /* last index that was read of the peer */
+    uint32_t looked; /* own index when soft_ring_rest() last looked at the peer's */
+    bool invalid;    /* the peer's index was invalid once: what the peer writes later changes nothing */
 };
 
 struct soft_ring_consumer {
@@ -79,6 +84,13 @@ bool soft_ring_room(struct soft_ring_producer *ring, uint32_t *room);
 /* Write as many bytes of the pieces as there is room for, and publish them. Return their number, or -1 if the peer's
  * index is invalid, or was. */
 int32_t soft_ring_write(struct soft_ring_producer *ring, const struct iovec *pieces, unsigned int count);
+
+/* Return how many bytes are left up to the end of the ring if these need not be used: it is empty, and what is written
+ * next would be behind SOFT_RING_SPAN. Return 0 otherwise. Mostly without a look at the peer's index. */
+uint32_t soft_ring_rest(struct soft_ring_producer *ring);
+
+/* Publish bytes that were not written, for which there is room. The consumer knows that they have any content. */
+void soft_ring_pass(struct soft_ring_producer *ring, uint32_t count);
 
 /* ---- The consumer -------------------------------------------------------------------------------------------- */
 

@@ -85,6 +85,7 @@ static void set_rings(struct soft_stream *stream, uint8_t *memory)
 
     soft_mutex_take(&stream->tx);
     stream->ring_memory = memory;
+    atomic_store(&stream->has_rings, true);
     stream->ring_in = (struct soft_ring_consumer){.data = rings[!own], .own = &sides[own], .peer = &sides[!own]};
     stream->ring_out = (struct soft_ring_producer){.data = rings[own], .own = &sides[own], .peer = &sides[!own]};
     soft_mutex_give(&stream->tx);
@@ -144,6 +145,7 @@ void soft_rings_unmap(struct soft_stream *stream)
     }
     munmap(stream->ring_memory, MAPPED_SIZE);
     stream->ring_memory = NULL;
+    atomic_store(&stream->has_rings, false);
     stream->ring_in = (struct soft_ring_consumer){.data = NULL};
     stream->ring_out = (struct soft_ring_producer){.data = NULL};
 }

@@ -55,7 +55,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#define SOFT_RINGS_FILE (576u << 10) /* bytes of the memory file of a stream */
+#define SOFT_RINGS_FILE (2112u << 10) /* bytes of the memory file of a stream */
 
 struct soft_fabric;
 struct soft_hello;

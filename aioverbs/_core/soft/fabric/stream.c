@@ -270,12 +270,32 @@ void soft_stream_break(struct soft_stream *stream)
     shutdown(stream->watch.fd, SHUT_RDWR);
 }
 
+_Static_assert(SOFT_FRAME_SKIPPED == SOFT_RING_SIZE, "");
+
+/* Skip the rest of the ring where that keeps its pages untouched. An honest peer leaves the begin of a frame in the
+ * ring, so an empty one is between two frames. */
+static void skip_rest(struct soft_stream *stream)
+{
+    uint32_t rest = soft_ring_rest(&stream->ring_out);
+    struct soft_frame frame = {.kind = SOFT_FRAME_SKIP, .size = rest - SOFT_FRAME_SIZE};
+    uint8_t header[SOFT_FRAME_SIZE];
+
+    assert_held(&stream->tx);
+    if (rest < SOFT_FRAME_SIZE)
+        return;
+    soft_frame_pack(&frame, header);
+    soft_ring_write(&stream->ring_out, &(struct iovec){header, sizeof(header)}, 1); /* there is room */
+    soft_ring_pass(&stream->ring_out, frame.size);
+}
+
 /* Write as many bytes as the ring takes, without a doorbell. Return their number, or -1 if the stream is broken. */
 static ssize_t try_write(struct soft_stream *stream, const struct iovec *pieces, unsigned int count)
 {
-    int32_t written = soft_ring_write(&stream->ring_out, pieces, count);
+    int32_t written;
 
     assert_held(&stream->tx);
+    skip_rest(stream);
+    written = soft_ring_write(&stream->ring_out, pieces, count);
     if (written < 0) /* no honest peer writes such an index */
         soft_stream_break(stream);
     return written;

@@ -112,7 +112,7 @@ struct soft_stream {
         SOFT_RIGHTS_DRAIN,
         SOFT_RIGHTS_REFUSED
     } rights;
-    atomic_bool direct; /* written under progress; read by senders */
+    atomic_bool direct, has_rings; /* written under progress; read by senders */
     char why_not_direct[64], why_not_rings[64];
     /* Progress, like the next seven. Rings, see soft/fabric/shared_rings.h: their mapping (both), or NULL; list of
      * fabric->armed_rings or unarmed_rings, while the stream is open. */

@@ -290,6 +290,10 @@ static uint32_t handle_frame(struct soft_stream *stream, const uint8_t *bytes, u
         return 0;
     memcpy(header, bytes, sizeof(header));
     wrong = soft_frame_parse(header, &frame);
+    if (!wrong && frame.kind == SOFT_FRAME_SKIP && soft_stream_uses_rings(stream)) {
+        *left -= FRAME_COST;
+        return size - SOFT_FRAME_SIZE < frame.size ? 0 : SOFT_FRAME_SIZE + frame.size;
+    }
     if (!wrong && frame.kind != (stream->is_link ? SOFT_FRAME_RESPONSE : SOFT_FRAME_REQUEST))
         wrong = "a frame of this kind does not belong on this side";
     if (!wrong && frame.flags & SOFT_FRAME_DIRECT && !atomic_load(&stream->direct))

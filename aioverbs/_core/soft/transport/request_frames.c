@@ -120,6 +120,20 @@ static bool has_direct_room(struct soft_qp *qp)
     return qp->direct_parts && qp->req.direct_count < SOFT_DIRECT_PARTS;
 }
 
+/* Return whether the peer copies `left` bytes itself, if it can. That is one copy, in one process. Through a ring there
+ * are two, but two processes make them at the same time, without a system call in which the kernel looks up each page.
+ * So a ring takes what fits in one frame, and a read of any length if no other read is in flight and no request waits
+ * behind it: its time is waited for. Of several it is the work that counts. */
+static bool is_worth_direct(const struct soft_qp *qp, const struct soft_wqe *wqe, uint32_t left)
+{
+    const struct soft_window *window = &qp->req.window;
+    bool alone = window->posted - window->sent == 1 && window->reads == !!window->offset;
+
+    if (!soft_link_has_rings(qp->link))
+        return left >= DIRECT_BYTES;
+    return left > SOFT_FRAGMENT && !(alone && wqe->opcode == IBV_WR_RDMA_READ);
+}
+
 /* Try to make a direct part, which the peer copies. Return false if all copy tokens are in use or direct copies are not
  * possible; or if the request was sent before: its parts must not be larger than they were, since the peer may have
  * executed some of them. */
@@ -130,7 +144,7 @@ static bool try_direct_part(struct soft_qp *qp, struct soft_outgoing *part, cons
     uint32_t left = request->length - frame->offset;
     unsigned int i;
 
-    if (left < DIRECT_BYTES || soft_window_repeats(&qp->req.window) || !soft_is_reliable(qp) ||
+    if (!is_worth_direct(qp, request->wqe, left) || soft_window_repeats(&qp->req.window) || !soft_is_reliable(qp) ||
         (request->wqe->flags & IBV_SEND_INLINE) || !soft_link_direct(qp->link) ||
         wqe_uses_shared_memory(qp, request->wqe) || !has_direct_room(qp) ||
         soft_copy_token_open(qp->link, &frame->copy_token, &frame->serial))

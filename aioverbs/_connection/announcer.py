@@ -13,6 +13,7 @@ from typing import Any
 from aioverbs._connection.credits import max_announced
 from aioverbs._connection.grants import Grants, has_windows
 from aioverbs._connection.message_channel import MessageChannel
+from aioverbs._connection.staging import Staging
 from aioverbs._connection.wire import IMMEDIATE, MAX_READ_PARTS, AnnouncedPart, announcement_size, pack_announcement
 from aioverbs._core.handles import handles
 from aioverbs._lifecycle.affinity import running_loop, wait_uncancelled, wake
@@ -24,6 +25,9 @@ from aioverbs.types import AccessFlags
 
 __all__ = ["Announcer"]
 
+# Length up to which a message is copied before it is announced. The copy takes some 30 us for each MiB, less than the
+# work of a memory window; for longer ones, memory bandwidth matters more.
+_COPIED_BYTES = 2 << 20
 _SHORT_BYTES = 4096  # shorter parts of a message are sent with its announcement
 _MAX_UNREAD_BYTES = 8 << 20  # of messages that the peer has not read although `send` has returned
 _WITHDRAW_TIMEOUT_S = 5.0
@@ -55,13 +59,18 @@ class _Announcement:
         self.memory = memory
 
 
+async def _finished() -> None:
+    """Finish a message whose memory the sender may change already."""
+
+
 class Announcer:
     """Sender of announced messages.
 
-    The peer gets keys for each message, which give access to exactly its memory until the message was read. These are
-    memory windows, which cost little, over registrations that stay in the cache; or registrations for the one message,
-    if it is announced without waiting, the device has no windows, the memory may be resized afterwards, or its object
-    ends with the message, such as the view of an array that was made to send it.
+    A message up to 2 MiB is copied: see `Staging`. For a longer one, the peer gets keys, which give access to exactly
+    its memory until it was read. These are memory windows, which cost little, over registrations that stay in the
+    cache; or registrations for the one message, if it is announced without waiting, the device has no windows, the
+    memory may be resized afterwards, or its object ends with the message, such as the view of an array that was made to
+    send it.
 
     :param channel: message channel of the connection.
     :param grants: grants of the connection, which share their numbers and their revocation with announced messages.
@@ -88,6 +97,7 @@ class Announcer:
         self._waiter: asyncio.Future[None] | None = None  # the one call that waits for that, with the sender's lock
         self._unread_bytes = 0
         self._unanswered: set[asyncio.Future[None]] = set()
+        self._staging = Staging(channel, base)
         self._finishing: set[asyncio.Task[None]] = set()
 
     async def announce(
@@ -99,55 +109,102 @@ class Announcer:
 
         :param parts: the message.
         :param immediate: the user's immediate data; None for none.
-        :returns: a function that finishes the message: `_finish`; None if the message has to be sent in fragments,
-            because it has too many parts, or the device cannot register its memory.
+        :returns: a function that finishes the message; None if the message has to be sent in fragments, because it has
+            too many parts, or the device cannot register its memory.
         :raises Exception: whatever `MessageSender.send` raises.
         """
-        prefix = b"" if immediate is None else IMMEDIATE.pack(immediate)
-        pieces = self._pieces(parts, len(prefix))
-        if pieces is None:
-            return None
         while not self._free:
             self._waiter = running_loop().create_future()
             await self._waiter
         self._channel.check_sending()
-        announcement = await self._send(pieces, prefix)
+        length = sum(map(len, parts))
+        if length <= _COPIED_BYTES:
+            await self._channel.sender.wait_for_announcement()
+            if self._announce_copy(parts, length, immediate):
+                return _finished
+        prefix = b"" if immediate is None else IMMEDIATE.pack(immediate)
+        pieces = self._pieces(parts, len(prefix))
+        announcement = None if pieces is None else await self._send(pieces, prefix)
         if announcement is None:
             return None
         return functools.partial(self._finish, announcement)
 
-    def announce_now(self, parts: list[memoryview]) -> bool:
-        """Announce a message whose memory does not change until the peer has read it, if that needs no waiting.
+    def announce_now(self, parts: list[memoryview], immediate: int | None, is_constant: bool) -> bool:
+        """Announce a message if that needs no waiting, neither now nor until the peer has read it.
 
-        Its memory is registered for the message alone: up to the 16 MiB for which that takes a thread, it costs less
-        than a memory window over a registration in the cache, and the wait for it.
+        If it is not copied, its memory is registered for the message alone: up to the 16 MiB for which that takes a
+        thread, it costs less than a memory window over a registration in the cache, and the wait for it.
 
         :param parts: the message.
+        :param immediate: the user's immediate data; None for none.
+        :param is_constant: whether the memory does not change until the peer has read it.
         :returns: whether the message was announced. If not, nothing was done: `announce` has to wait, or cannot
             announce it.
         :raises Exception: whatever `MessageSender.post_announcement` raises.
         """
-        pieces = self._pieces(parts, 0)
-        if (
-            pieces is None
-            or not self._free
-            or is_large(sum(len(each) for each in pieces if isinstance(each, memoryview)))
-        ):
+        length = sum(map(len, parts))
+        if not self._free:
             return False
-        number = self._grants.reserve_number()
+        if length <= _COPIED_BYTES:
+            return self._announce_copy(parts, length, immediate)
+        prefix = b"" if immediate is None else IMMEDIATE.pack(immediate)
+        pieces = self._pieces(parts, len(prefix)) if is_constant else None
+        if pieces is None or is_large(sum(len(each) for each in pieces if isinstance(each, memoryview))):
+            return False
         keys: list[handles.MemoryRegion] = []
         is_sent = False
         try:
             described = [self._register_now(piece, keys) for piece in pieces]
-            is_sent = self._channel.sender.post_announcement(number, pack_announcement(described))
+            is_sent = self._post(described, prefix, functools.partial(self._take_back, keys))
         except VerbsError:  # `announce` finds out whether fragments have to be sent
             return False
         finally:
             if not is_sent:
-                self._grants.release_number(number)
                 self._take_back(keys)
+        return is_sent
+
+    def _announce_copy(self, parts: list[memoryview], length: int, immediate: int | None) -> bool:
+        """Copy a message and announce the copy.
+
+        :param parts: the message.
+        :param length: its length in bytes.
+        :param immediate: the user's immediate data; None for none.
+        :returns: whether the message was announced; False also if there is no memory for the copy.
+        :raises Exception: whatever `MessageSender.post_announcement` raises.
+        """
+        prefix = b"" if immediate is None else IMMEDIATE.pack(immediate)
+        try:
+            copied = self._staging.take(length)
+        except OSError:  # as VerbsError: the device cannot register it; else the process cannot map it
+            return False
+        is_sent = False
+        try:
+            copied.fill(parts)
+            described = [AnnouncedPart(copied.key.address, length, copied.key.rkey)]
+            is_sent = self._post(described, prefix, functools.partial(self._staging.give_back, copied))
+        finally:
+            if not is_sent:
+                self._staging.give_back(copied)
+        return is_sent
+
+    def _post(self, parts: list[AnnouncedPart], prefix: bytes, on_answered: Callable[[object], None]) -> bool:
+        """Send an announcement, if that needs no waiting.
+
+        :param parts: description of the message.
+        :param prefix: encoded immediate data; empty for none.
+        :param on_answered: called when the peer no longer accesses the memory, or the connection has ended.
+        :returns: whether it was sent.
+        :raises Exception: whatever `MessageSender.post_announcement` raises.
+        """
+        number = self._grants.reserve_number()
+        is_sent = False
+        try:
+            is_sent = self._channel.sender.post_announcement(number, prefix + pack_announcement(parts), bool(prefix))
+        finally:
+            if not is_sent:
+                self._grants.release_number(number)
         if is_sent:
-            self._expect_answer(number).add_done_callback(functools.partial(self._take_back, keys))
+            self._expect_answer(number).add_done_callback(on_answered)
         return is_sent
 
     def _pieces(self, parts: list[memoryview], prefix_bytes: int) -> list[bytes | memoryview] | None:

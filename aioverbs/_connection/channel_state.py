@@ -48,11 +48,13 @@ class ChannelUser(Protocol):
         :param immediate: the user's immediate data; None for none.
         """
 
-    def announce_now(self, parts: list[memoryview]) -> bool:
-        """Announce a message whose memory does not change until the peer has read it, if that needs no waiting. The
-        caller has checked that no sender has the lock or waits for it, and that there are credits.
+    def announce_now(self, parts: list[memoryview], immediate: int | None, is_constant: bool) -> bool:
+        """Announce a message if that needs no waiting, neither now nor until the peer has read it. The caller has
+        checked that no sender has the lock or waits for it, and that there are credits.
 
         :param parts: the message.
+        :param immediate: the user's immediate data; None for none.
+        :param is_constant: whether its memory does not change until the peer has read it.
         :returns: whether the message was announced. If not, nothing was done.
         """
 

@@ -313,15 +313,16 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         Messages of one task arrive in the order of its calls. Tasks that send at the same time have no order among each
         other.
 
-        A message of 384 KiB or more is not copied into buffers: the peer's receive call reads it from the memory of
-        `item`. The await returns when the peer has received it, or has dropped it because it closes its end: as for a
-        short message, that the await returns does not say that the peer's user got the message. If the memory belongs
-        to `bytes`, which cannot change, the await returns earlier, as long as the peer has at most 8 MiB of such
-        messages to receive. The registration cache of the domain keeps the memory registered, unless it is that of a
-        bytearray, array or mmap, or `item` is a memoryview of an object that nothing else refers to.
+        A message of 384 KiB or more does not go through buffers: the peer's receive call reads it, up to 2 MiB from a
+        copy, and a longer one from the memory of `item`. Then the await returns when the peer has received it, or has
+        dropped it because it closes its end: as for a short message, that the await returns does not say that the
+        peer's user got the message. If the memory belongs to `bytes`, which cannot change, the await returns earlier,
+        as long as the peer has at most 8 MiB of such messages to receive. The registration cache of the domain keeps
+        the memory registered, unless it is that of a bytearray, array or mmap, or `item` is a memoryview of an object
+        that nothing else refers to.
 
         If the await is cancelled, the peer receives no part of the message; or all of it, if it was just receiving a
-        message of 384 KiB or more.
+        message of more than 2 MiB.
 
         :param item: the message, 0 bytes up to the peer's ``max_message``: a contiguous buffer of any format, or a list
             or tuple of them, which the peer receives as one message. The parts are not joined first.

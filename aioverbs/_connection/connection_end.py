@@ -121,13 +121,13 @@ class ConnectionEnd:
         """
         return self._get_announcer().announce(parts, immediate)
 
-    def announce_now(self, parts: list[memoryview]) -> bool:
+    def announce_now(self, parts: list[memoryview], immediate: int | None, is_constant: bool) -> bool:
         """Announce a message if that needs no waiting: see `Announcer.announce_now`.
 
         :raises VerbsError: the device cannot be queried.
         :raises Exception: any other exception that `Announcer.announce_now` raises.
         """
-        return self._get_announcer().announce_now(parts)
+        return self._get_announcer().announce_now(parts, immediate, is_constant)
 
     def _get_announcer(self) -> Announcer:
         """Return what announces messages. Made for the first one: most idle connections never need it.

@@ -34,6 +34,7 @@ from aioverbs.errors import (
     VerbsError,
     WorkCompletionError,
 )
+from aioverbs.types import AccessFlags
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -207,8 +208,12 @@ class MessageReceiver:
                         continue
                     view[:length] = message
                     break
-                async with self._cache.region(view) as region:
-                    await self.announced.read_into(item, region[:length])
+                with self._cache.registered(view, AccessFlags.LOCAL_WRITE) as region:
+                    if region is not None:
+                        await self.announced.read_into(item, region[:length])
+                if region is None:
+                    async with self._cache.region(view) as region:
+                        await self.announced.read_into(item, region[:length])
                 if self.announced.finish(item):  # only now, because the end of the block may raise
                     break
         finally:

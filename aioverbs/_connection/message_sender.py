@@ -15,7 +15,7 @@ from aioverbs._connection.gather import Cursor, Payload, parts_of
 from aioverbs._connection.wire import CREDITS_AT, FIRST, HAS_IMMEDIATE, IMMEDIATE, LAST, TOTAL, FrameKind, header
 from aioverbs._core.data_path.data_path import Credits, FrameSender, Operation, RegionSlice, RemoteRegion
 from aioverbs._lifecycle.affinity import wake
-from aioverbs._lifecycle.turns import yield_to_loop
+from aioverbs._lifecycle.turns import spend, yield_to_loop
 from aioverbs.errors import (
     AffinityError,
     BrokenResourceError,
@@ -39,6 +39,7 @@ _SHARING_BYTES = 16 << 10
 # Requests without an acknowledgement for each receive of the peer. An honest peer has one, and more only as long as
 # completions are handled later than messages that arrived after them.
 _OWN_REQUESTS_PER_RECEIVE = 4
+_BYTES_PER_UNIT = 8192  # copied bytes for each unit of the budget of a turn, as in `_core/data_path/loop_budget.h`
 _PIECE_BYTES = 4 << 20  # of byte streams, so that the receiver can use the first bytes before the last ones arrive
 
 
@@ -182,25 +183,36 @@ class MessageSender:
             return False
         if length <= self.fragment_size:
             return self.frames.send_parts(parts, nowait=True)
+        if self._announces and length >= _ANNOUNCED_BYTES:
+            return self._announce_now(parts, None, True)
         if self.frames.in_line:
             return False
         self.frames.in_line += 1  # finalizers and signal handlers, which may run in the middle, must not send
         try:
-            if not self._announces or length < _ANNOUNCED_BYTES:
-                is_sent = self._post_fragments(parts, length)
-            else:
-                is_sent = self._may_announce_now and self._state.user.announce_now(parts)
+            is_sent = self._post_fragments(parts, length)
         finally:
             self.frames.in_line -= 1
         self._sent_slowly += is_sent
         return is_sent
 
-    @property
-    def _may_announce_now(self) -> bool:
-        """Whether there is a credit for an announcement, and one to withdraw it with."""
+    def _announce_now(self, parts: list[memoryview], immediate: int | None, is_constant: bool) -> bool:
+        """Announce a message if that needs no waiting: see `Announcer.announce_now`.
+
+        :raises Exception: whatever `send` raises; nothing was sent.
+        """
+        self._state.check_sending()
         credit = self._credits
         assert credit is not None
-        return credit.available > RESERVED_CREDITS + 1 + credit.revocations
+        # credits for the announcement, and to withdraw it with
+        if self.frames.in_line or credit.available <= RESERVED_CREDITS + 1 + credit.revocations:
+            return False
+        self.frames.in_line += 1  # finalizers and signal handlers, which may run in the middle, must not send
+        try:
+            is_sent = self._state.user.announce_now(parts, immediate, is_constant)
+        finally:
+            self.frames.in_line -= 1
+        self._sent_slowly += is_sent
+        return is_sent
 
     def _check_length(self, length: int) -> None:
         """Check that the peer accepts messages of a length in bytes.
@@ -233,9 +245,16 @@ class MessageSender:
         length = sum(map(len, parts))
         self._check_length(length)
         finish = None
+        is_announced = self._announces and length >= max(_ANNOUNCED_BYTES, self.fragment_size)
+        if is_announced:
+            if turn := spend(1):
+                await yield_to_loop(turn)
+            if self._announce_now(parts, immediate, False):
+                spend(length // _BYTES_PER_UNIT)
+                return
         async with self._exclusive():
             self._state.check_sending()
-            if self._announces and length >= max(_ANNOUNCED_BYTES, self.fragment_size):
+            if is_announced:
                 finish = await self._state.user.announce(parts, immediate)
             if finish is None:
                 await self._send_fragments(parts, length, immediate)
@@ -310,18 +329,27 @@ class MessageSender:
         self._announced[number] = True
         self._reserve_credits()
 
-    def post_announcement(self, number: int, data: bytes) -> bool:
-        """Send ANNOUNCE without waiting, if there is a send buffer: see `send_announcement`. `send_constant_nowait` has
-        checked that no other sender waits and that there are credits.
+    async def wait_for_announcement(self) -> None:
+        """Wait until `post_announcement` can send one. The caller holds the lock.
+
+        :raises Exception: whatever `send_frame` raises.
+        """
+        await self._wait_for_frame(RESERVED_CREDITS + 1)
+
+    def post_announcement(self, number: int, data: bytes, has_immediate: bool) -> bool:
+        """Send ANNOUNCE without waiting, if there is a send buffer: see `send_announcement`. The caller has checked
+        that no other sender waits and that there are credits.
 
         :param number: number of the message.
         :param data: payload, at most `fragment_size` bytes.
+        :param has_immediate: whether it begins with immediate data.
         :returns: whether it was sent.
         :raises Exception: whatever `QueuePair.send` raises; nothing was sent.
         """
         if not self.frames.free_buffers:
             return False
-        _ = self.frames.post([memoryview(data)], header(FrameKind.ANNOUNCE, 0, 0, number))
+        flags = HAS_IMMEDIATE if has_immediate else 0
+        _ = self.frames.post([memoryview(data)], header(FrameKind.ANNOUNCE, flags, 0, number))
         self._announced[number] = True
         self._reserve_credits()
         return True
@@ -399,6 +427,11 @@ class MessageSender:
         :raises ClosedResourceError: the channel is closed.
         :raises Exception: any other exception that `QueuePair.send` raises; nothing was posted.
         """
+        await self._wait_for_frame(reserved)
+        _ = self.frames.post(parts, immediate)
+
+    async def _wait_for_frame(self, reserved: int) -> None:
+        """Wait for a credit and a buffer: see `_send_frame`. Use none."""
         await self._wait_for_credit(reserved)
         oldest = self.frames.awaited
         if oldest is not None:
@@ -408,7 +441,6 @@ class MessageSender:
             except (BrokenResourceError, ClosedResourceError, WorkCompletionError) as error:
                 self._state.raise_ended(error)
             await self._wait_for_credit(reserved)
-        _ = self.frames.post(parts, immediate)
 
     async def _wait_for_buffer(self, oldest: Operation[None]) -> None:
         """Wait until the oldest send in flight has ended, so that its buffer is free. The caller holds the lock.

@@ -14,7 +14,7 @@ from aioverbs._memory.region import MemoryRegion, is_shortage, map_pages
 from aioverbs._verbs.base_domain import Domain, shared_resources_of
 from aioverbs.types import AccessFlags
 
-__all__ = ["RecycledMemory", "recycled_memory_of"]
+__all__ = ["RecycledMemory", "recycled_memory_of", "rounded"]
 
 _MAX_IDLE_BYTES = 256 << 20
 _MAX_RECENT_BYTES = 5 << 28  # a message of 1 GiB, and what it leaves unused of its region
@@ -64,7 +64,7 @@ class RecycledMemory:
         self._loop = loop = running_loop()
         if self._waiting is not None and self._waiting.is_closed():
             self._stop_waiting(loop)
-        size = _rounded(length)
+        size = rounded(length)
         while (region := self._take_idle(size)) is None:
             try:
                 region = await self._register(size)
@@ -150,7 +150,7 @@ class RecycledMemory:
             await region.aclose()
 
 
-def _rounded(length: int) -> int:
+def rounded(length: int) -> int:
     """Return the size of the region for a length in bytes: the next one of a few sizes, so that regions can be used for
     messages of similar lengths.
     """

@@ -4,8 +4,8 @@ import asyncio
 import sys
 import threading
 import weakref
-from collections.abc import AsyncIterator, Iterable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -328,6 +328,37 @@ class RegistrationCache:
             raise
         entry.users.discard(user)
         await _close_regions(self._evict_surplus([entry]))
+
+    @contextmanager
+    def registered(self, view: memoryview, access: AccessFlags) -> Iterator[MemoryRegion | None]:
+        """Return a context manager that yields the region of some bytes if these are registered already, and needs no
+        await. At the end of the block nothing is evicted: the next use of the cache does that.
+
+        :param view: the bytes, contiguous.
+        :param access: access rights of the registration.
+        :returns: the context manager, which yields None if `region` has to register the bytes.
+        :raises ClosedResourceError: the protection domain is closed.
+        :raises ForkedProcessError: the protection domain was opened in the process that this one was forked from.
+        """
+        pd, user = self._pd(), object()
+        if pd is not None:
+            pd.handle  # noqa: B018  checks that the protection domain is open
+        key = (id(_exporter(view)), *handles.span(view), access, view.readonly)
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is not None and entry.ready:
+                self._entries[key] = self._entries.pop(key)  # now the most recently used
+                self._hits += 1
+                entry.users.add(user)
+            else:
+                entry = None
+        if entry is None:
+            yield None
+            return
+        try:
+            yield entry.region
+        finally:
+            entry.users.discard(user)
 
     async def drop(self, buffer: "Buffer") -> None:
         """Evict all registrations of a buffer's object, so that it can be resized or closed.

@@ -7,6 +7,7 @@ Run as a script, this is the peer process that receives.
 import asyncio
 import contextlib
 import mmap
+import random
 import sys
 import tempfile
 import time
@@ -184,7 +185,7 @@ async def one_way(rounds: int, name: str) -> Result:
 
     :param name: name of the size in `SIZES`.
     """
-    message = bytes(SIZES[name])
+    message = random.randbytes(SIZES[name])  # `bytes(size)` would be the one page of zeros of the kernel, many times
     async with contextlib.AsyncExitStack() as stack:
         opened = stack.enter_async_context
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="aioverbs-bench-"))

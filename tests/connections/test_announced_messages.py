@@ -1,4 +1,4 @@
-"""Long messages, which the receiver reads from the sender's memory."""
+"""Long messages, which the receiver reads from the sender's memory; test_copied_messages.py has those from a copy."""
 
 import array
 import asyncio
@@ -58,6 +58,12 @@ from tests.waiting import until
 
 LENGTH = 400_000
 DEEP = deeper(SMALL, receive_depth=16)
+
+
+@pytest.fixture(autouse=True)
+def _no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Announce messages of any length from where they are."""
+    monkeypatch.setattr(announcer, "_COPIED_BYTES", 0)
 
 
 def changeable(seed: int = 0) -> bytearray:

@@ -153,7 +153,7 @@ cdef class UnreadMessages:
         cdef bytes message
         if not self._may_take():
             return None
-        item = self._next_item(True) if self.frame is None else self.frame
+        item = self._next_item() if self.frame is None else self.frame
         if item is None:
             return None
         message = item if type(item) is bytes else self.open(item)
@@ -161,7 +161,8 @@ cdef class UnreadMessages:
         return message
 
     def take_into(self, buffer):
-        """Receive the next message into memory, if it is there in a frame, and the budget of the turn is not used up.
+        """Receive the next message into memory, if it is there, is bytes or in a frame, and the budget of the turn is
+        not used up.
 
         :param buffer: the memory; only contiguous, writable buffers in which the message fits are filled.
         :returns: length of the message in bytes; -1 if the caller has to receive it otherwise.
@@ -169,10 +170,15 @@ cdef class UnreadMessages:
         """
         cdef Py_buffer view
         cdef Py_ssize_t length = -1
+        cdef object item
         if not self._may_take():
             return -1
         if self.frame is None:
-            self.frame = self._next_item(False)
+            item = self._next_item()
+            if type(item) is MessageFrame:
+                self.frame = item
+            else:
+                self.held = item
         # The object behind the buffer may run code, which may receive messages, when its memory is taken and when it is
         # given back: all that concerns this message is done in between.
         try:
@@ -180,7 +186,13 @@ cdef class UnreadMessages:
         except (BufferError, TypeError, ValueError):    # the caller finds out what is wrong with it
             return -1
         try:
-            if self.frame is not None and self.frame._length() <= view.len:
+            item = self.held
+            if type(item) is bytes:
+                if len(<bytes>item) <= view.len:
+                    length = len(<bytes>item)
+                    memcpy(view.buf, PyBytes_AS_STRING(item), length)
+                    self.finish()
+            elif item is None and self.frame is not None and self.frame._length() <= view.len:
                 length = self.frame._length()
                 memcpy(view.buf, self.frame._begin(), length)
                 self._go_on()
@@ -243,14 +255,14 @@ cdef class UnreadMessages:
             return False
         return not _turn_is_over(&self.inbox.queue.share, self.received if self.frame is not None else 0, 0)
 
-    cdef object _next_item(self, bint single):
-        # Take the next item out of the inbox if it is a frame, or with `single`, bytes; else return None. Another
-        # thread may put a message back that it has not delivered.
+    cdef object _next_item(self):
+        # Take the next item out of the inbox if it is a frame or bytes; else return None. Another thread may put a
+        # message back that it has not delivered.
         cdef section within
         cdef object item = None
         section_enter(&within, _section(self.inbox.queue))
         ready = self.inbox.ready
-        if ready and (type(ready[0]) is MessageFrame or (single and type(ready[0]) is bytes)):
+        if ready and (type(ready[0]) is MessageFrame or type(ready[0]) is bytes):
             item = ready.popleft()
         section_leave(&within)
         return item

@@ -1,0 +1,268 @@
+"""Long messages that are copied before they are announced, so that the sender may go on at once."""
+
+import array
+import asyncio
+import errno
+import gc
+import weakref
+from typing import Any
+
+import pytest
+
+from aioverbs import Connection, ConnectionSettings, Device
+from aioverbs._connection import announcer, staging
+from aioverbs._connection.connection import end_of, send_constant_nowait
+from aioverbs._connection.credits import max_announced
+from aioverbs._lifecycle.resource import lifecycle_of
+from tests.capabilities import Capability, needs
+from tests.connections.ends import Cancel, every_way_to_cancel, pair, use_up, works
+from tests.connections.test_messages import sample
+from tests.waiting import until
+
+LENGTH = 400_000
+SETTINGS = ConnectionSettings()
+SLOTS = max_announced(SETTINGS.receive_depth)  # messages that may wait for the peer
+
+
+def copies(connection: Connection) -> list[staging.Copy]:
+    """Return the memory for copies that an end has registered and does not use."""
+    sender = end_of(connection).announcer
+    assert sender is not None
+    return sender._staging._idle
+
+
+@pytest.fixture
+def _kept_shortly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "_KEEP_S", 0.02)
+
+
+MESSAGES: dict[str, Any] = {
+    "bytes": sample(LENGTH),
+    "bytearray": bytearray(sample(LENGTH)),
+    "array": array.array("d", range(60_000)),
+    "view": memoryview(sample(2 * LENGTH))[17 : LENGTH + 20],
+    "parts": [b"head", bytearray(sample(LENGTH)), b"", memoryview(b"tail")],
+    "many parts": [sample(100)] * 5000,
+    "longest": sample(announcer._COPIED_BYTES),
+}
+
+
+def joined(message: Any) -> bytes:
+    return b"".join(message) if isinstance(message, list) else bytes(message)
+
+
+@pytest.mark.parametrize("how", ["receive", "receive_into", "receive_buffer"])
+@pytest.mark.parametrize("name", MESSAGES)
+async def test_messages_of_every_kind_arrive(device: Device, name: str, how: str) -> None:
+    message = MESSAGES[name]
+    expected = joined(message)
+    buffer = bytearray(len(expected) + 1)
+    async with pair(device, SETTINGS) as ends:
+        for _ in range(2):
+            await ends.near.send(message)
+            if how == "receive_into":
+                assert await ends.far.receive_into(buffer) == len(expected)
+                assert buffer == expected + b"\0"
+            else:
+                assert await getattr(ends.far, how)() == expected
+            await until(lambda: len(copies(ends.near)) == 1)  # used twice
+
+
+async def test_memory_may_be_changed_and_resized_when_send_returns(device: Device) -> None:
+    async with pair(device, SETTINGS) as ends:
+        message = bytearray(sample(LENGTH))
+        await ends.near.send(message)
+        message[:] = bytes(LENGTH)
+        message.extend(b"more")
+        assert await ends.far.receive() == sample(LENGTH)
+
+
+async def test_immediate_data_arrives(device: Device) -> None:
+    async with pair(device, SETTINGS) as ends:
+        await ends.near.send(sample(LENGTH), immediate=0xFFFF_FFFF)
+        assert await ends.far.receive_with_immediate() == (sample(LENGTH), 0xFFFF_FFFF)
+
+
+async def test_send_waits_while_too_many_messages_are_unread(device: Device) -> None:
+    async with pair(device, SETTINGS) as ends:
+        for number in range(SLOTS):
+            await asyncio.wait_for(ends.near.send(sample(LENGTH, number)), 10)
+        waiting = asyncio.create_task(ends.near.send(sample(LENGTH, SLOTS)))
+        await asyncio.sleep(0.02)
+        assert not waiting.done()
+        for number in range(SLOTS + 1):
+            assert await ends.far.receive() == sample(LENGTH, number)
+        await waiting
+        await works(ends.near, ends.far)
+
+
+@every_way_to_cancel
+async def test_a_cancelled_send_that_waits_sends_nothing(device: Device, cancel: Cancel) -> None:
+    async with pair(device, SETTINGS) as ends:
+        for number in range(SLOTS):
+            await ends.near.send(sample(LENGTH, number))
+        await cancel(ends.near.send(sample(LENGTH, SLOTS)), lambda: end_of(ends.near).channel.sender.frames.in_line)
+        for number in range(SLOTS):
+            assert await ends.far.receive() == sample(LENGTH, number)
+        await ends.near.send(b"next")
+        assert await ends.far.receive() == b"next"
+        await until(lambda: len(copies(ends.near)) == SLOTS)
+
+
+async def test_a_short_message_does_not_overtake(device: Device) -> None:
+    async with pair(device, SETTINGS) as ends:
+        for each in (b"first", sample(LENGTH), b"second", sample(LENGTH, 1), b"third"):
+            await ends.near.send(each)
+        for each in (b"first", sample(LENGTH), b"second", sample(LENGTH, 1), b"third"):
+            assert await ends.far.receive() == each
+
+
+async def test_a_message_waits_for_a_credit(device: Device) -> None:
+    async with pair(device, SETTINGS) as ends:
+        used = await use_up(ends.near)
+        waiting = asyncio.create_task(ends.near.send(sample(LENGTH)))
+        await asyncio.sleep(0.02)
+        assert not waiting.done()
+        assert not end_of(ends.near).grants._local_grants
+        for _ in range(used):
+            await ends.far.receive()
+        assert await ends.far.receive() == sample(LENGTH)
+        await waiting
+
+
+async def test_other_tasks_run_between_messages(device: Device) -> None:
+    """Copying takes long, so that a sender that never waits must not keep the loop."""
+    turns = 0
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def receive() -> None:
+        for _ in range(20):
+            await ends.far.receive()
+
+    async with pair(device, SETTINGS) as ends:
+        counting, receiving = asyncio.create_task(count_turns()), asyncio.create_task(receive())
+        for _ in range(20):
+            await ends.near.send(sample(announcer._COPIED_BYTES))
+        await receiving
+        counting.cancel()
+        assert turns >= 10
+
+
+@needs(Capability.FAULT_PLAN)
+@pytest.mark.parametrize("how", ["send", "nowait"])
+async def test_memory_that_cannot_be_registered(device: Device, how: str) -> None:
+    """The message is sent as if it was too long to be copied."""
+    async with pair(device, SETTINGS) as ends:
+        device.faults.fail("reg_mr", errno.ENOMEM)
+        if how == "send":
+            sending = asyncio.create_task(ends.near.send(bytearray(sample(LENGTH))))
+            assert await ends.far.receive() == sample(LENGTH)
+            await sending
+        else:
+            assert not send_constant_nowait(ends.near, sample(LENGTH))
+        assert not copies(ends.near)
+        await works(ends.near, ends.far)
+
+
+async def test_a_process_without_memory_for_a_copy(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(length: int) -> None:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    monkeypatch.setattr(staging, "map_pages", refuse)
+    async with pair(device, SETTINGS) as ends:
+        sending = asyncio.create_task(ends.near.send(sample(LENGTH)))
+        assert await ends.far.receive() == sample(LENGTH)
+        await sending
+
+
+@pytest.mark.usefixtures("_kept_shortly")
+async def test_memory_is_deregistered_when_it_was_not_used_for_a_while(device: Device) -> None:
+    async with pair(device, SETTINGS) as ends:
+        handles = lifecycle_of(ends.near.qp)._handles
+        before = len(handles)
+        for _ in range(2):
+            for number in range(SLOTS):
+                await ends.near.send(sample(LENGTH, number))
+            assert len(handles) == before + SLOTS
+            for _ in range(SLOTS):
+                await ends.far.receive()
+            await until(lambda: not copies(ends.near))
+            assert len(handles) == before
+        await works(ends.near, ends.far)
+
+
+@pytest.mark.usefixtures("_kept_shortly")
+async def test_memory_in_use_is_kept(device: Device) -> None:
+    async with pair(device, SETTINGS) as ends:
+        await ends.near.send(sample(LENGTH))
+        await asyncio.sleep(0.1)
+        assert await ends.far.receive() == sample(LENGTH)
+
+
+async def test_memory_grows_with_the_messages(device: Device) -> None:
+    async with pair(device, SETTINGS) as ends:
+        for length in (LENGTH, 2 * LENGTH, LENGTH):
+            await ends.near.send(sample(length))
+            assert await ends.far.receive() == sample(length)
+            await until(lambda: len(copies(ends.near)) == 1)
+        assert len(copies(ends.near)[0]) >= 2 * LENGTH
+
+
+@needs(Capability.FAULT_PLAN)
+@pytest.mark.usefixtures("_kept_shortly")
+async def test_memory_that_cannot_be_deregistered_breaks_the_connection(device: Device) -> None:
+    async with pair(device, SETTINGS) as ends:
+        await ends.near.send(sample(LENGTH))
+        device.faults.fail("dereg_mr", errno.EIO)
+        assert await ends.far.receive() == sample(LENGTH)
+        assert "could not be invalidated" in str(await ends.near.wait_lost())
+
+
+@pytest.mark.usefixtures("_kept_shortly")
+@pytest.mark.parametrize("how", ["closed", "aborted", "lost"])
+async def test_the_end_of_the_connection_releases_all(device: Device, how: str) -> None:
+    """Fixtures check that no memory is registered afterwards."""
+    async with pair(device, ConnectionSettings(close_timeout_s=0.01)) as ends:
+        await ends.near.send(sample(LENGTH))
+        await ends.far.receive()
+        await ends.near.send(sample(LENGTH))  # is not read
+        if how == "closed":
+            await ends.near.aclose()
+        elif how == "aborted":
+            ends.near.abort()
+        else:
+            ends.far.abort()
+            await ends.near.wait_lost()
+        await asyncio.sleep(0.05)  # longer than the memory is kept
+
+
+async def used_and_closed(device: Device) -> "weakref.ref[staging.Staging]":
+    """Send a message over a connection, and return a reference to its copies after it was closed."""
+    async with pair(device, SETTINGS) as ends:
+        await ends.near.send(sample(LENGTH))
+        await ends.far.receive()
+        await until(lambda: copies(ends.near))
+        sender = end_of(ends.near).announcer
+        assert sender is not None
+        return weakref.ref(sender._staging)
+
+
+async def test_the_timer_does_not_keep_a_connection(device: Device) -> None:
+    kept = await used_and_closed(device)
+    gc.collect()
+    assert kept() is None
+
+
+async def test_each_connection_has_memory_of_its_own(device: Device) -> None:
+    """The peer may read it whenever it likes."""
+    async with pair(device, SETTINGS) as one, pair(device, SETTINGS) as other:
+        for ends in (one, other):
+            await ends.near.send(sample(LENGTH))
+            await ends.far.receive()
+        await until(lambda: len(copies(one.near)) == len(copies(other.near)) == 1)
+        assert copies(one.near)[0].key.rkey != copies(other.near)[0].key.rkey

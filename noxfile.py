@@ -547,7 +547,7 @@ def distributed(session: nox.Session) -> None:
     bench = "--bench" in session.posargs
     if not session.posargs:
         session.error("name a checkout: git clone https://github.com/dask/distributed, then -- CHECKOUT")
-    install_project(session, *SUITE_REQUIREMENTS)
+    install_project(session, *SUITE_REQUIREMENTS, *group("suite"))
     if bench:
         arguments = [each for each in session.posargs if each != "--bench"]
         session.run("python", "-P", "tests/bench/dask_comm.py", *arguments)

@@ -122,7 +122,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         Closing twice has no effect.
 
         Before closing, this waits until all sent messages are in the peer's memory, from which the peer can still
-        receive them, and those of 384 KiB or more until the peer has received them, or has dropped them because it
+        receive them, and those of 192 KiB or more until the peer has received them, or has dropped them because it
         closes its end; but at most ``close_timeout_s`` of the settings. After that time, or if this call is cancelled,
         messages that were not delivered are lost and the peer's calls raise `BrokenResourceError`. A cancelled call
         closes the connection nevertheless. Messages from the peer that this end has not received yet are lost.
@@ -313,7 +313,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         Messages of one task arrive in the order of its calls. Tasks that send at the same time have no order among each
         other.
 
-        A message of 384 KiB or more does not go through buffers: the peer's receive call reads it, up to 2 MiB from a
+        A message of 192 KiB or more does not go through buffers: the peer's receive call reads it, up to 2 MiB from a
         copy, and a longer one from the memory of `item`. Then the await returns when the peer has received it, or has
         dropped it because it closes its end: as for a short message, that the await returns does not say that the
         peer's user got the message. If the memory belongs to `bytes`, which cannot change, the await returns earlier,
@@ -636,7 +636,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
     def as_byte_stream(self) -> "anyio.abc.ByteStream":
         """Return a new `anyio.abc.ByteStream` over this connection, without message boundaries.
 
-        Of 384 KiB or more that are sent at once, no copy is made: the peer reads them from where they are.
+        Of more than 2 MiB that are sent at once, no copy is made: the peer reads them from where they are.
 
         Closing the stream closes the connection.
 

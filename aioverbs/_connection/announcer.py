@@ -13,7 +13,7 @@ from typing import Any
 from aioverbs._connection.credits import max_announced
 from aioverbs._connection.grants import Grants, has_windows
 from aioverbs._connection.message_channel import MessageChannel
-from aioverbs._connection.staging import Staging
+from aioverbs._connection.staging import Copy, Staging
 from aioverbs._connection.wire import IMMEDIATE, MAX_READ_PARTS, AnnouncedPart, announcement_size, pack_announcement
 from aioverbs._core.handles import handles
 from aioverbs._lifecycle.affinity import running_loop, wait_uncancelled, wake
@@ -93,11 +93,11 @@ class Announcer:
         self._base = base
         self._cache = cache
         self._has_windows = has_windows(channel.qp.handle.context)
-        self._free = max_announced(depth)  # number of further messages that may be unanswered
+        self._limit = max_announced(depth)  # number of messages that may be unanswered
         self._waiter: asyncio.Future[None] | None = None  # the one call that waits for that, with the sender's lock
         self._unread_bytes = 0
         self._unanswered: set[asyncio.Future[None]] = set()
-        self._staging = Staging(channel, base)
+        self._staging = Staging(channel, grants, base, self._run)
         self._finishing: set[asyncio.Task[None]] = set()
 
     async def announce(
@@ -118,9 +118,9 @@ class Announcer:
             await self._waiter
         self._channel.check_sending()
         length = sum(map(len, parts))
-        if length <= _COPIED_BYTES:
-            await self._channel.sender.wait_for_announcement()
-            if self._announce_copy(parts, length, immediate):
+        if self._may_copy(length):
+            copied = await self._room_for_copy(length)
+            if copied is not None and self._announce_copy(copied, parts, length, immediate):
                 return _finished
         prefix = b"" if immediate is None else IMMEDIATE.pack(immediate)
         pieces = self._pieces(parts, len(prefix))
@@ -145,50 +145,75 @@ class Announcer:
         length = sum(map(len, parts))
         if not self._free:
             return False
-        if length <= _COPIED_BYTES:
-            return self._announce_copy(parts, length, immediate)
+        if self._may_copy(length):
+            copied = self._staging.take(length)
+            return copied is not None and self._announce_copy(copied, parts, length, immediate)
         prefix = b"" if immediate is None else IMMEDIATE.pack(immediate)
         pieces = self._pieces(parts, len(prefix)) if is_constant else None
         if pieces is None or is_large(sum(len(each) for each in pieces if isinstance(each, memoryview))):
             return False
         keys: list[handles.MemoryRegion] = []
-        is_sent = False
         try:
             described = [self._register_now(piece, keys) for piece in pieces]
-            is_sent = self._post(described, prefix, functools.partial(self._take_back, keys))
         except VerbsError:  # `announce` finds out whether fragments have to be sent
+            self._take_back(keys)
             return False
-        finally:
-            if not is_sent:
-                self._take_back(keys)
-        return is_sent
+        return self._post(described, prefix, functools.partial(self._take_back, keys))
 
-    def _announce_copy(self, parts: list[memoryview], length: int, immediate: int | None) -> bool:
+    def _may_copy(self, length: int) -> bool:
+        """Return whether a message of a length in bytes is copied, as it is short and few others are unread."""
+        return length <= _COPIED_BYTES and self._unread_bytes + length <= _MAX_UNREAD_BYTES
+
+    async def _room_for_copy(self, length: int) -> Copy | None:
+        """Return memory for the copy of a message, when there are a credit and a buffer for its announcement.
+
+        :param length: length of the message in bytes.
+        :returns: the memory; None if it cannot be made.
+        :raises Exception: whatever `MessageSender.send` raises.
+        """
+        copied = self._staging.take(length)
+        if copied is None:
+            try:
+                copied = await self._staging.make(length)
+            except OSError:  # as VerbsError: the device cannot register it; else the process cannot map it
+                return None
+        try:
+            await self._channel.sender.wait_for_announcement()
+        except BaseException:
+            self._staging.give_back(copied)
+            raise
+        return copied
+
+    def _announce_copy(self, copied: Copy, parts: list[memoryview], length: int, immediate: int | None) -> bool:
         """Copy a message and announce the copy.
 
+        :param copied: memory for it.
         :param parts: the message.
         :param length: its length in bytes.
         :param immediate: the user's immediate data; None for none.
-        :returns: whether the message was announced; False also if there is no memory for the copy.
+        :returns: whether the message was announced.
         :raises Exception: whatever `MessageSender.post_announcement` raises.
         """
-        prefix = b"" if immediate is None else IMMEDIATE.pack(immediate)
-        try:
-            copied = self._staging.take(length)
-        except OSError:  # as VerbsError: the device cannot register it; else the process cannot map it
-            return False
-        is_sent = False
         try:
             copied.fill(parts)
-            described = [AnnouncedPart(copied.key.address, length, copied.key.rkey)]
-            is_sent = self._post(described, prefix, functools.partial(self._staging.give_back, copied))
-        finally:
-            if not is_sent:
-                self._staging.give_back(copied)
-        return is_sent
+        except BaseException:
+            self._staging.give_back(copied)
+            raise
+        prefix = b"" if immediate is None else IMMEDIATE.pack(immediate)
+        described = [AnnouncedPart(copied.remote.address, length, copied.remote.rkey)]
+        self._unread_bytes += length
+        return self._post(described, prefix, functools.partial(self._on_copy_read, copied, length))
+
+    def _on_copy_read(self, copied: Copy, length: int, _: object) -> None:
+        """Use the memory of a copy again."""
+        self._unread_bytes -= length
+        self._staging.give_back(copied)
 
     def _post(self, parts: list[AnnouncedPart], prefix: bytes, on_answered: Callable[[object], None]) -> bool:
         """Send an announcement, if that needs no waiting.
+
+        Signal handlers may raise at any point here, also after the announcement was posted. So the future of the answer
+        has the memory before that, and it alone releases it: at the answer, or at once if nothing was posted.
 
         :param parts: description of the message.
         :param prefix: encoded immediate data; empty for none.
@@ -196,15 +221,22 @@ class Announcer:
         :returns: whether it was sent.
         :raises Exception: whatever `MessageSender.post_announcement` raises.
         """
-        number = self._grants.reserve_number()
-        is_sent = False
+        frames = self._channel.sender.frames
+        posted = frames.posted
         try:
-            is_sent = self._channel.sender.post_announcement(number, prefix + pack_announcement(parts), bool(prefix))
+            number = self._grants.reserve_number()
+        except BaseException:
+            on_answered(None)
+            raise
+        answered = self._expect_answer(number)
+        answered.add_done_callback(on_answered)
+        try:
+            self._channel.sender.post_announcement(number, prefix + pack_announcement(parts), bool(prefix))
         finally:
+            is_sent = frames.posted != posted
             if not is_sent:
                 self._grants.release_number(number)
-        if is_sent:
-            self._expect_answer(number).add_done_callback(on_answered)
+                answered.cancel()
         return is_sent
 
     def _pieces(self, parts: list[memoryview], prefix_bytes: int) -> list[bytes | memoryview] | None:
@@ -225,15 +257,23 @@ class Announcer:
             return None
         return pieces
 
+    @property
+    def _free(self) -> bool:
+        """Whether one more message may be unanswered."""
+        return len(self._unanswered) < self._limit
+
+    def drop_copies(self) -> None:
+        """Forget the memory of copies, because the connection is being closed."""
+        self._staging.drop()
+
     def _expect_answer(self, number: int) -> "asyncio.Future[None]":
-        """Accept the answer to a message that was just announced, in this turn of the loop.
+        """Accept the answer to a message that is announced in this turn of the loop.
 
         :param number: number of the message.
         :returns: a future that is done when the peer no longer accesses the memory, and cancelled when the connection
             ends first.
         """
         answered = self._grants.expect_answer(number)
-        self._free -= 1
         self._unanswered.add(answered)
         answered.add_done_callback(self._on_answered)
         return answered
@@ -241,7 +281,6 @@ class Announcer:
     def _on_answered(self, answered: "asyncio.Future[None]") -> None:
         """Let a further message be announced, because the peer has answered one or the connection has ended."""
         self._unanswered.discard(answered)
-        self._free += 1
         wake(self._waiter)
 
     async def _send(self, pieces: list[bytes | memoryview], prefix: bytes) -> _Announcement | None:

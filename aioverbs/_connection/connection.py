@@ -303,8 +303,9 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         """Send a message. When the await returns, the memory of `item` may be changed, and the message is in flight or
         leaves at the end of the loop's turn.
 
-        The await waits while the peer has no receive posted for the message, or while all send buffers are in flight;
-        otherwise it returns without letting other tasks run, up to some dozens of messages in one turn of the loop.
+        The await waits while the peer has no receive posted for the message, while all send buffers are in flight, or
+        before a long message while the peer has 1 + ``receive_depth`` // 8 others to receive; otherwise it returns
+        without letting other tasks run, up to some dozens of messages in one turn of the loop.
 
         While earlier messages are in flight, messages of at most 16 KiB without immediate data that are sent in one
         turn of the loop leave together, when the turn ends or before the next request on the connection. A caller that
@@ -313,13 +314,13 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         Messages of one task arrive in the order of its calls. Tasks that send at the same time have no order among each
         other.
 
-        A message of 192 KiB or more does not go through buffers: the peer's receive call reads it, up to 2 MiB from a
-        copy, and a longer one from the memory of `item`. Then the await returns when the peer has received it, or has
-        dropped it because it closes its end: as for a short message, that the await returns does not say that the
-        peer's user got the message. If the memory belongs to `bytes`, which cannot change, the await returns earlier,
-        as long as the peer has at most 8 MiB of such messages to receive. The registration cache of the domain keeps
-        the memory registered, unless it is that of a bytearray, array or mmap, or `item` is a memoryview of an object
-        that nothing else refers to.
+        A message of 192 KiB or more does not go through buffers: the peer's receive call reads it. Up to 2 MiB it is
+        copied, as long as the peer has at most 8 MiB of such messages to receive. A longer one is read from the memory
+        of `item`: the await returns when the peer has received it, or has dropped it because it closes its end. As for
+        a short message, that the await returns does not say that the peer's user got the message. If the memory belongs
+        to `bytes`, which cannot change, the await returns earlier, within the same 8 MiB. The registration cache of the
+        domain keeps the memory of a longer message registered, unless it is that of a bytearray, array or mmap, or
+        `item` is a memoryview of an object that nothing else refers to.
 
         If the await is cancelled, the peer receives no part of the message; or all of it, if it was just receiving a
         message of more than 2 MiB.
@@ -636,7 +637,8 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
     def as_byte_stream(self) -> "anyio.abc.ByteStream":
         """Return a new `anyio.abc.ByteStream` over this connection, without message boundaries.
 
-        Of more than 2 MiB that are sent at once, no copy is made: the peer reads them from where they are.
+        Of more than 2 MiB that are sent at once, no copy is made, but of a last piece of at most 2 MiB: the peer reads
+        them from where they are.
 
         Closing the stream closes the connection.
 

@@ -144,6 +144,8 @@ class ConnectionEnd:
         """
         if self.requests.grants is not None:
             self.requests.grants.fail()
+        if self.announcer is not None and self.channel.closed:
+            self.announcer.drop_copies()
         if self.channel.broken is not None:
             self._lifecycle.may_be_dropped = True
             if self.control is not None:

@@ -115,9 +115,9 @@ class MessageSender:
 
         This waits until a credit and a send buffer are available for each fragment. If both are there for the only
         fragment, it returns without waiting, unless so many messages were sent in this turn of the loop that other
-        tasks should run. A long message is announced: unless its memory cannot change, this waits
-        until the peer has read it. If the call is cancelled or raises, the peer receives no part of the message; or all
-        of it, if the peer has read it by then.
+        tasks should run. A long message is announced, up to 2 MiB from a copy. For a longer one, this waits until the
+        peer has read it, unless its memory cannot change. If the call is cancelled or raises, the peer receives no part
+        of the message; or all of it, if the peer has read it by then.
 
         :param payload: the message, a contiguous buffer or a list or tuple of them.
         :param immediate: the user's immediate data, 0..2**32-1; None for no immediate data.
@@ -202,10 +202,8 @@ class MessageSender:
         :raises Exception: whatever `send` raises; nothing was sent.
         """
         self._state.check_sending()
-        credit = self._credits
-        assert credit is not None
-        # credits for the announcement, and to withdraw it with
-        if self.frames.in_line or credit.available <= RESERVED_CREDITS + 1 + credit.revocations:
+        assert self._credits is not None
+        if self.frames.in_line or not self._credits.sendable or not self.frames.free_buffers:
             return False
         self.frames.in_line += 1  # finalizers and signal handlers, which may run in the middle, must not send
         try:
@@ -213,6 +211,8 @@ class MessageSender:
         finally:
             self.frames.in_line -= 1
         self._sent_slowly += is_sent
+        if is_sent:
+            spend(sum(map(len, parts)) // _BYTES_PER_UNIT)
         return is_sent
 
     def _check_length(self, length: int) -> None:
@@ -251,7 +251,6 @@ class MessageSender:
             if turn := spend(1):
                 await yield_to_loop(turn)
             if self._announce_now(parts, immediate, False):
-                spend(length // _BYTES_PER_UNIT)
                 return
         async with self._exclusive():
             self._state.check_sending()
@@ -335,25 +334,24 @@ class MessageSender:
 
         :raises Exception: whatever `send_frame` raises.
         """
-        await self._wait_for_frame(RESERVED_CREDITS + 1)
+        await self._wait_for_frame(RESERVED_CREDITS)
 
-    def post_announcement(self, number: int, data: bytes, has_immediate: bool) -> bool:
-        """Send ANNOUNCE without waiting, if there is a send buffer: see `send_announcement`. The caller has checked
-        that no other sender waits and that there are credits.
+    def post_announcement(self, number: int, data: bytes, has_immediate: bool) -> None:
+        """Send ANNOUNCE without waiting, for a message that is not withdrawn. The caller has checked that no other
+        sender waits, and that there are a credit and a send buffer.
 
         :param number: number of the message.
         :param data: payload, at most `fragment_size` bytes.
         :param has_immediate: whether it begins with immediate data.
-        :returns: whether it was sent.
-        :raises Exception: whatever `QueuePair.send` raises; nothing was sent.
+        :raises Exception: whatever `QueuePair.send` raises. If `frames.posted` is what it was, nothing was sent.
         """
-        if not self.frames.free_buffers:
-            return False
-        flags = HAS_IMMEDIATE if has_immediate else 0
-        _ = self.frames.post([memoryview(data)], header(FrameKind.ANNOUNCE, flags, 0, number))
-        self._announced[number] = True
-        self._reserve_credits()
-        return True
+        flags, posted = HAS_IMMEDIATE if has_immediate else 0, self.frames.posted
+        self._announced[number] = False
+        try:
+            _ = self.frames.post([memoryview(data)], header(FrameKind.ANNOUNCE, flags, 0, number))
+        finally:
+            if self.frames.posted == posted:
+                del self._announced[number]
 
     def _reserve_credits(self) -> None:
         """Reserve a credit for each message that may have to be withdrawn, and send what waits for the others."""

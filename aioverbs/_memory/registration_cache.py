@@ -346,7 +346,8 @@ class RegistrationCache:
         key = (id(_exporter(view)), *handles.span(view), access, view.readonly)
         with self._lock:
             entry = self._entries.get(key)
-            if entry is not None and entry.ready:
+            is_full = self._bytes > self.max_bytes or len(self._entries) > self.max_entries  # `region` evicts
+            if entry is not None and entry.ready and not is_full:
                 self._entries[key] = self._entries.pop(key)  # now the most recently used
                 self._hits += 1
                 entry.users.add(user)

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from aioverbs import Connection, ConnectionSettings, Device
+from aioverbs import Connection, ConnectionSettings, Device, WcStatus, WorkCompletionError, connect
 from aioverbs._connection import announcer, staging
 from aioverbs._connection.connection import end_of, send_constant_nowait
 from aioverbs._connection.credits import max_announced
+from aioverbs._core.data_path.data_path import FrameSender
 from aioverbs._lifecycle.resource import lifecycle_of
 from tests.capabilities import Capability, needs
-from tests.connections.ends import Cancel, every_way_to_cancel, pair, use_up, works
+from tests.connections.ends import HOST, Cancel, every_way_to_cancel, pair, use_up, works
 from tests.connections.test_messages import sample
 from tests.waiting import until
 
@@ -183,16 +184,15 @@ async def test_a_process_without_memory_for_a_copy(device: Device, monkeypatch: 
 @pytest.mark.usefixtures("_kept_shortly")
 async def test_memory_is_deregistered_when_it_was_not_used_for_a_while(device: Device) -> None:
     async with pair(device, SETTINGS) as ends:
-        handles = lifecycle_of(ends.near.qp)._handles
-        before = len(handles)
+        parts = lifecycle_of(ends.near.qp).children
         for _ in range(2):
             for number in range(SLOTS):
                 await ends.near.send(sample(LENGTH, number))
-            assert len(handles) == before + SLOTS
+            assert len(parts) == 2 * SLOTS  # a region and a window each
             for _ in range(SLOTS):
                 await ends.far.receive()
-            await until(lambda: not copies(ends.near))
-            assert len(handles) == before
+            await until(lambda: not parts)
+            assert not copies(ends.near)
         await works(ends.near, ends.far)
 
 
@@ -265,4 +265,85 @@ async def test_each_connection_has_memory_of_its_own(device: Device) -> None:
             await ends.near.send(sample(LENGTH))
             await ends.far.receive()
         await until(lambda: len(copies(one.near)) == len(copies(other.near)) == 1)
-        assert copies(one.near)[0].key.rkey != copies(other.near)[0].key.rkey
+        assert copies(one.near)[0].remote.rkey != copies(other.near)[0].remote.rkey
+
+
+async def test_no_other_peer_of_the_domain_reads_a_copy(device: Device) -> None:
+    async with pair(device, SETTINGS) as ends:
+        spy = await connect(HOST, ends.listener.port, domain=ends.domain, settings=SETTINGS)
+        spied = await ends.listener.accept()
+        await ends.near.send(sample(LENGTH))
+        await ends.far.receive()
+        await until(lambda: copies(ends.near))
+        secret = copies(ends.near)[0].remote
+        memory = bytearray(len(secret))
+        async with ends.domain.cache.region(memory) as region:
+            with pytest.raises(WorkCompletionError) as caught:
+                await spy.qp.read(region[:], secret)
+        assert caught.value.status is WcStatus.REM_ACCESS_ERR
+        assert not any(memory)
+        spy.abort()
+        spied.abort()
+        await works(ends.near, ends.far)
+
+
+class Interrupted:
+    """Sender of frames whose `post` is interrupted by a signal, before or after its work."""
+
+    def __init__(self, frames: FrameSender, is_posted: bool) -> None:
+        self._frames = frames
+        self._is_posted = is_posted
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._frames, name)
+
+    def post(self, *arguments: Any, **more: Any) -> None:
+        if self._is_posted:
+            _ = self._frames.post(*arguments, **more)
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("is_posted", [False, True])
+@pytest.mark.parametrize("is_first", [False, True])
+async def test_a_send_that_a_signal_interrupts(device: Device, is_posted: bool, is_first: bool) -> None:
+    async with pair(device, SETTINGS) as ends:
+        if not is_first:
+            await ends.near.send(sample(LENGTH))
+            await ends.far.receive()
+            await until(lambda: copies(ends.near))
+        sender = end_of(ends.near).channel.sender
+        frames, sender.frames = sender.frames, Interrupted(sender.frames, is_posted)  # type: ignore[assignment]
+        with pytest.raises(KeyboardInterrupt):
+            await ends.near.send(sample(LENGTH, 1))
+        sender.frames = frames
+        for number in range(2, 2 + SLOTS - is_posted):
+            await ends.near.send(sample(LENGTH, number))
+        if is_posted:
+            assert await ends.far.receive() == sample(LENGTH, 1)
+        for number in range(2, 2 + SLOTS - is_posted):
+            assert await ends.far.receive() == sample(LENGTH, number)
+        await until(lambda: len(set(copies(ends.near))) == len(copies(ends.near)) == SLOTS)
+        assert not end_of(ends.near).announcer._unread_bytes  # type: ignore[union-attr]
+        await works(ends.near, ends.far)
+
+
+async def test_no_more_is_copied_than_may_be_unread(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A further message is sent as if it was too long to be copied: its sender waits."""
+    monkeypatch.setattr(announcer, "_MAX_UNREAD_BYTES", LENGTH)
+    async with pair(device, SETTINGS) as ends:
+        await ends.near.send(bytearray(sample(LENGTH)))
+        waiting = asyncio.create_task(ends.near.send(bytearray(sample(LENGTH, 1))))
+        await until(lambda: end_of(ends.near).channel.sender._announced.keys() == {1, 2})
+        assert not waiting.done()
+        for number in range(2):
+            assert await ends.far.receive() == sample(LENGTH, number)
+        await waiting
+
+
+@pytest.mark.usefixtures("_kept_shortly")
+async def test_a_broken_connection_keeps_no_memory(device: Device) -> None:
+    async with pair(device, SETTINGS) as ends:
+        await ends.near.send(sample(LENGTH))
+        ends.far.abort()
+        await ends.near.wait_lost()
+        await until(lambda: not copies(ends.near) and not lifecycle_of(ends.near.qp).children)

@@ -484,7 +484,7 @@ async def test_a_comm_that_sent_only_a_part_of_a_message_is_closed(monkeypatch: 
     async with pair() as (a, b):
         monkeypatch.setattr("aioverbs.distributed.outbox.send_constant_nowait", send)
         with pytest.raises(aioverbs.VerbsError):
-            await a.write([to_serialize(np.zeros(500_000, "u1")) for _ in range(2)])
+            await a.write([to_serialize(np.zeros(150_000, "u1")) for _ in range(2)])
         assert a.closed()
         with pytest.raises(CommClosedError):
             await b.read()

@@ -214,6 +214,7 @@ static unsigned int used_behind(const uint8_t *ring)
 /* Small frames use the begin of both rings only, however many they are. Large ones use all. */
 static void small_frames_leave_most_of_a_ring(void)
 {
+    struct soft_stream_stats stats;
     unsigned int i, before;
 
     open_nodes();
@@ -222,7 +223,8 @@ static void small_frames_leave_most_of_a_ring(void)
         sender_want(&honest, IBV_WR_RDMA_READ, 20, 500);
         EVENTUALLY(a->responses == before + 20);
     }
-    CHECK(honest.link->stream.bytes_in > 4 * SOFT_RING_SIZE && honest.link->stream.bytes_out > 3 * SOFT_RING_SIZE);
+    CHECK_EQ(soft_fabric_get_streams(&a->device, &stats, 1), 1);
+    CHECK(stats.bytes_in > 4 * SOFT_RING_SIZE && stats.bytes_out > 3 * SOFT_RING_SIZE);
     CHECK_EQ(used_behind(honest.link->stream.ring_in.data), 0);
     CHECK_EQ(used_behind(honest.link->stream.ring_out.data), 0);
     before = a->responses;
@@ -446,6 +448,29 @@ static void many_peers_that_write(void)
     CHECK(soft_fabric_poll_locked(fabric, false));
     for (stream = fabric->unarmed_rings; stream; stream = stream->next_ring)
         CHECK(stream->frames_in > 0);
+    drop_many(peers);
+    close_nodes();
+}
+
+/* Bytes to skip are work, too. */
+static void many_peers_that_skip(void)
+{
+    struct soft_stream peers[MANY], *stream;
+    struct soft_fabric *fabric;
+    unsigned int i, j, served;
+
+    open_nodes();
+    fabric = b->device.fabric;
+    open_many(peers);
+    for (i = 0; i < MANY; i++)
+        for (j = 0; j < 2000; j++)
+            write_skip(&peers[i], 0, 0);
+    for (j = 1; j <= 3; j++) {
+        CHECK(soft_fabric_poll_locked(fabric, false));
+        for (served = 0, stream = fabric->unarmed_rings; stream; stream = stream->next_ring)
+            served += stream->ring_in.head / SOFT_FRAME_SIZE;
+        CHECK(served > j * 32 * 200 && served <= j * 32 * 260);
+    }
     drop_many(peers);
     close_nodes();
 }
@@ -1002,9 +1027,10 @@ static void an_unfinished_link_that_breaks(void)
 CHECK_MAIN_ONCE(CASE(indices_out_of_range), CASE(an_index_that_goes_back), CASE(small_frames_leave_most_of_a_ring),
                 CASE(bytes_to_skip), CASE(garbage_closes_the_stream), CASE(doorbells_for_nothing),
                 CASE(a_frame_in_pieces), CASE(a_peer_that_reads_nothing), CASE(room_that_is_asked_for),
-                CASE(many_peers_that_write), CASE(many_peers_that_are_idle), CASE(many_peers_that_read_nothing),
-                CASE(many_peers_that_are_stalled), CASE(many_peers_that_trickle), CASE(a_peer_that_does_not_ring),
-                CASE(memory_that_changes_while_it_is_read), CASE(an_accepting_side_that_lies),
-                CASE(files_that_are_no_rings), CASE(files_that_nobody_asked_for), CASE(more_files_than_welcome_has),
-                CASE(either_side_may_decline), CASE(a_peer_that_ends), CASE(an_unfinished_stream_that_ends),
-                CASE(an_index_that_is_restored), CASE(an_unfinished_link_that_breaks))
+                CASE(many_peers_that_write), CASE(many_peers_that_skip), CASE(many_peers_that_are_idle),
+                CASE(many_peers_that_read_nothing), CASE(many_peers_that_are_stalled), CASE(many_peers_that_trickle),
+                CASE(a_peer_that_does_not_ring), CASE(memory_that_changes_while_it_is_read),
+                CASE(an_accepting_side_that_lies), CASE(files_that_are_no_rings), CASE(files_that_nobody_asked_for),
+                CASE(more_files_than_welcome_has), CASE(either_side_may_decline), CASE(a_peer_that_ends),
+                CASE(an_unfinished_stream_that_ends), CASE(an_index_that_is_restored),
+                CASE(an_unfinished_link_that_breaks))

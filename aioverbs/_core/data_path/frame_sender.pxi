@@ -78,6 +78,7 @@ cdef class FrameSender:
     cdef bint is_shared                 # whether several messages shared the last shared frame
     cdef turn_share share
     cdef uint64_t added                 # number of messages that were added to a shared frame
+    cdef readonly uint64_t posted       # number of frames and messages of the handshake
     cdef readonly uint64_t sent         # number of user messages that `send` and `send_parts` have sent
 
     def __init__(
@@ -180,6 +181,7 @@ cdef class FrameSender:
         self.sends[self.next] = operation
         self.next = self.next + 1 if self.next + 1 < self.count else 0
         self.in_flight += 1
+        self.posted += 1
         return operation
 
     cdef Operation _post_frame(self, uint32_t length, uint32_t header, bint later):

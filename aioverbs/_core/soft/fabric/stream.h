@@ -25,8 +25,8 @@
  * come an answer with a fragment, and one without data for each frame that was at hand. */
 #define SOFT_OUT_ANSWERS (SOFT_SMALL_ANSWERS + SOFT_FRAME_SIZE + SOFT_FRAGMENT + SOFT_IN_SIZE)
 #define SOFT_OUT_REQUEST (SOFT_FRAME_SIZE + SOFT_FRAGMENT)
-/* Memory of buffers: 320 KiB at most for a link, 544 KiB for a served stream, and 512 KiB that the two ends of a pair
- * of rings share. The kernel provides pages on first use: a few, while messages are small. */
+/* Memory of buffers: 320 KiB at most for a link, 544 KiB for a served stream, and 2 MiB that the two ends of a pair of
+ * rings share. The kernel provides pages on first use: a few, while messages are small. */
 _Static_assert(SOFT_IN_SIZE + SOFT_OUT_REQUEST < 321u << 10 && SOFT_IN_SIZE + SOFT_OUT_ANSWERS < 545u << 10, "");
 #define SOFT_SOCKET_ROOM (1 << 19)    /* requested send buffer of a Unix socket; the system may allow less */
 #define SOFT_HANDSHAKE_NS 2000000000u /* time limit for the handshake of a served stream, from accept() on */

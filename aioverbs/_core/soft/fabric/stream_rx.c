@@ -405,8 +405,7 @@ bool soft_stream_handle_delayed(struct soft_stream *stream, const struct soft_fr
 
 bool soft_stream_receive_ring(struct soft_stream *stream)
 {
-    uint32_t before = stream->ring_in.tail;
-    uint64_t frames = stream->frames_in;
+    uint32_t head = stream->ring_in.head, tail = stream->ring_in.tail;
     int64_t left = TURN_BYTES;
 
     assert_held(&stream->fabric->progress);
@@ -420,7 +419,7 @@ bool soft_stream_receive_ring(struct soft_stream *stream)
         return true;
     }
     /* Part of a frame is something, too: a peer that writes byte by byte takes turns as others do. */
-    return stream->frames_in != frames || stream->ring_in.tail != before;
+    return stream->ring_in.head != head || stream->ring_in.tail != tail;
 }
 
 /* Receive doorbells; until the socket is empty, if it may still have descriptors, but a few times only: a peer may send

@@ -532,7 +532,8 @@ def fuzz(session: nox.Session) -> None:
 def distributed(session: nox.Session) -> None:
     """Run the tests of Dask's `distributed` with our comm backend and with tcp: `-- CHECKOUT [MODULE ...]`.
 
-    `-- --bench` measures comms of both instead, and streams of asyncio and Tornado, side by side.
+    `-- --bench` measures comms of both instead, and streams of asyncio and Tornado, side by side; `-- --clusters` the
+    work of clusters.
 
     A run takes at most two hours, or as many minutes as `--minutes` says, continues where the previous run ended, and
     adds to its results; `--fresh` deletes the results first.
@@ -544,13 +545,14 @@ def distributed(session: nox.Session) -> None:
     module, and if tcp passes a test that the backend does not, and `tests/distributed/differences.toml` has no reason
     for that.
     """
-    bench = "--bench" in session.posargs
+    benches = {"--bench": "tests/bench/dask_comm.py", "--clusters": "tests/bench/dask_cluster.py"}
+    chosen = [each for each in session.posargs if each in benches]
     if not session.posargs:
         session.error("name a checkout: git clone https://github.com/dask/distributed, then -- CHECKOUT")
     install_project(session, *SUITE_REQUIREMENTS, *group("suite"))
-    if bench:
-        arguments = [each for each in session.posargs if each != "--bench"]
-        session.run("python", "-P", "tests/bench/dask_comm.py", *arguments)
+    if chosen:
+        arguments = [each for each in session.posargs if each not in benches]
+        session.run("python", "-P", benches[chosen[0]], *arguments)
         return
     results = folder(session, "results")
     session.run("python", "-P", "tests/distributed/suite.py", "--results", str(results), *session.posargs)

@@ -11,15 +11,18 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from aioverbs._connection.credits import max_announced
-from aioverbs._connection.grants import Grants, has_windows
+from aioverbs._connection.grants import Grants
 from aioverbs._connection.message_channel import MessageChannel
+from aioverbs._connection.recycled_memory import RecycledMemory
 from aioverbs._connection.staging import Copy, Staging
 from aioverbs._connection.wire import IMMEDIATE, MAX_READ_PARTS, AnnouncedPart, announcement_size, pack_announcement
 from aioverbs._core.handles import handles
 from aioverbs._lifecycle.affinity import running_loop, wait_uncancelled, wake
 from aioverbs._lifecycle.resource import lifecycle_of
+from aioverbs._lifecycle.turns import spend
 from aioverbs._memory.region import MemoryRegion, MemoryWindow, is_large
 from aioverbs._memory.registration_cache import RegistrationCache, is_temporary
+from aioverbs._verbs.capability_checks import has_windows
 from aioverbs.errors import VerbsError
 from aioverbs.types import AccessFlags
 
@@ -28,6 +31,7 @@ __all__ = ["Announcer"]
 # Length up to which a message is copied before it is announced. The copy takes some 30 us for each MiB, less than the
 # work of a memory window; for longer ones, memory bandwidth matters more.
 _COPIED_BYTES = 2 << 20
+_BYTES_PER_UNIT = 8192  # copied bytes for each unit of the budget of a turn, as in `_core/data_path/loop_budget.h`
 _SHORT_BYTES = 4096  # shorter parts of a message are sent with its announcement
 _MAX_UNREAD_BYTES = 8 << 20  # of messages that the peer has not read although `send` has returned
 _WITHDRAW_TIMEOUT_S = 5.0
@@ -76,6 +80,7 @@ class Announcer:
     :param grants: grants of the connection, which share their numbers and their revocation with announced messages.
     :param base: the protection domain.
     :param cache: its registration cache.
+    :param memory: memory of the domain for messages.
     :param depth: number of receives in this end's offer.
     :raises VerbsError: the device cannot be queried.
     """
@@ -86,18 +91,19 @@ class Announcer:
         grants: Grants,
         base: handles.ProtectionDomain,
         cache: RegistrationCache,
+        memory: RecycledMemory,
         depth: int,
     ) -> None:
         self._channel = channel
         self._grants = grants
         self._base = base
         self._cache = cache
-        self._has_windows = has_windows(channel.qp.handle.context)
+        self._has_windows = has_windows(channel.qp.handle.context.attributes)
         self._limit = max_announced(depth)  # number of messages that may be unanswered
         self._waiter: asyncio.Future[None] | None = None  # the one call that waits for that, with the sender's lock
         self._unread_bytes = 0
         self._unanswered: set[asyncio.Future[None]] = set()
-        self._staging = Staging(channel, grants, base, self._run)
+        self._staging = Staging(channel, grants, memory, self._run)
         self._finishing: set[asyncio.Task[None]] = set()
 
     async def announce(
@@ -195,6 +201,7 @@ class Announcer:
         :raises Exception: whatever `MessageSender.post_announcement` raises.
         """
         try:
+            spend(length // _BYTES_PER_UNIT)
             copied.fill(parts)
         except BaseException:
             self._staging.give_back(copied)
@@ -221,21 +228,19 @@ class Announcer:
         :returns: whether it was sent.
         :raises Exception: whatever `MessageSender.post_announcement` raises.
         """
-        frames = self._channel.sender.frames
+        frames, number = self._channel.sender.frames, None
         posted = frames.posted
-        try:
-            number = self._grants.reserve_number()
-        except BaseException:
-            on_answered(None)
-            raise
-        answered = self._expect_answer(number)
+        answered: asyncio.Future[None] = running_loop().create_future()
         answered.add_done_callback(on_answered)
         try:
+            number = self._grants.reserve_number()
+            self._expect_answer(number, answered)
             self._channel.sender.post_announcement(number, prefix + pack_announcement(parts), bool(prefix))
         finally:
             is_sent = frames.posted != posted
             if not is_sent:
-                self._grants.release_number(number)
+                if number is not None:
+                    self._grants.release_number(number)
                 answered.cancel()
         return is_sent
 
@@ -263,20 +268,19 @@ class Announcer:
         return len(self._unanswered) < self._limit
 
     def drop_copies(self) -> None:
-        """Forget the memory of copies, because the connection is being closed."""
+        """Forget the memory of copies, because the queue pair has been closed."""
         self._staging.drop()
 
-    def _expect_answer(self, number: int) -> "asyncio.Future[None]":
+    def _expect_answer(self, number: int, answered: "asyncio.Future[None]") -> None:
         """Accept the answer to a message that is announced in this turn of the loop.
 
         :param number: number of the message.
-        :returns: a future that is done when the peer no longer accesses the memory, and cancelled when the connection
-            ends first.
+        :param answered: future that is done when the peer no longer accesses the memory, and cancelled when the
+            connection ends first.
         """
-        answered = self._grants.expect_answer(number)
-        self._unanswered.add(answered)
         answered.add_done_callback(self._on_answered)
-        return answered
+        self._unanswered.add(answered)
+        self._grants.expect_answer(number, answered)
 
     def _on_answered(self, answered: "asyncio.Future[None]") -> None:
         """Let a further message be announced, because the peer has answered one or the connection has ended."""
@@ -305,7 +309,8 @@ class Announcer:
                 self._grants.release_number(number)
                 await wait_uncancelled(memory.aclose())
         # The announcement was posted in this turn of the loop, so no answer was handled yet.
-        answered = self._expect_answer(number)
+        answered: asyncio.Future[None] = running_loop().create_future()
+        self._expect_answer(number, answered)
         is_constant = all(isinstance(piece, bytes) or type(piece.obj) is bytes for piece in pieces)
         return _Announcement(number, sum(map(len, pieces)), is_constant, answered, memory)
 

@@ -10,6 +10,7 @@ from aioverbs._connection.handshake import Capabilities, Offer
 from aioverbs._connection.liveness import Liveness
 from aioverbs._connection.message_channel import MessageChannel
 from aioverbs._connection.one_sided import OneSidedRequests
+from aioverbs._connection.recycled_memory import recycled_memory_of
 from aioverbs._connection.settings import ConnectionSettings
 from aioverbs._connection.wire import FrameKind
 from aioverbs._lifecycle.affinity import Affinity
@@ -71,6 +72,7 @@ class ConnectionEnd:
         self._block = block
         self._base = domain.base.handle
         self._cache = domain.cache
+        self._recycled_memory = recycled_memory_of(domain)
         self._settings = settings
 
     @property
@@ -135,7 +137,14 @@ class ConnectionEnd:
         :raises VerbsError: the device cannot be queried.
         """
         if self.announcer is None:
-            self.announcer = Announcer(self.channel, self.grants, self._base, self._cache, self._settings.receive_depth)
+            self.announcer = Announcer(
+                self.channel,
+                self.grants,
+                self._base,
+                self._cache,
+                self._recycled_memory,
+                self._settings.receive_depth,
+            )
         return self.announcer
 
     def on_ended(self) -> None:
@@ -144,8 +153,6 @@ class ConnectionEnd:
         """
         if self.requests.grants is not None:
             self.requests.grants.fail()
-        if self.announcer is not None and self.channel.closed:
-            self.announcer.drop_copies()
         if self.channel.broken is not None:
             self._lifecycle.may_be_dropped = True
             if self.control is not None:
@@ -197,5 +204,7 @@ class ConnectionEnd:
     def destroy(self) -> None:
         """Return the buffers to the pool that connections share, and call the callback set with `on_closed`."""
         self._block.release()
+        if self.announcer is not None:
+            self.announcer.drop_copies()
         if self.closed_callback is not None:
             self.closed_callback()

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from aioverbs._connection.connection import Connection, end_of
 from aioverbs._connection.connection_end import ConnectionEnd
 from aioverbs._connection.control_channel import ControlChannel
-from aioverbs._connection.grants import has_windows
 from aioverbs._connection.handshake import Capabilities, Handshake, Offer, Reason, encode_reject
 from aioverbs._connection.message_channel import MessageChannel
 from aioverbs._connection.settings import ConnectionSettings
@@ -16,6 +15,7 @@ from aioverbs._connection.spare_ends import open_end, take_spare_end
 from aioverbs._lifecycle.turns import OPENING, take_turn
 from aioverbs._proofs import make_nonce
 from aioverbs._verbs.base_domain import Domain
+from aioverbs._verbs.capability_checks import has_windows
 from aioverbs._verbs.endpoint import Endpoint
 from aioverbs._verbs.qp_modify import establish_cancellable, is_modify_pending
 from aioverbs._verbs.queue_pair import QueuePair
@@ -277,7 +277,7 @@ def _make_offer(qp: QueuePair, settings: ConnectionSettings) -> Offer:
     capabilities = 0
     if atomics is not AtomicCap.NONE:
         capabilities |= int(Capabilities.ATOMICS)
-    if has_windows(context):
+    if has_windows(context.attributes):
         capabilities |= int(Capabilities.WINDOWS)
     if context.attributes.max_qp_rd_atom and context.attributes.max_qp_init_rd_atom:
         capabilities |= int(Capabilities.ANNOUNCES)

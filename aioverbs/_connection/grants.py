@@ -15,6 +15,7 @@ from aioverbs._exports import publish
 from aioverbs._lifecycle.affinity import running_loop, wait_uncancelled, wake
 from aioverbs._lifecycle.resource import Resource, open_part
 from aioverbs._memory.region import MemoryRegion, MemoryWindow, WaitableInFlightCount
+from aioverbs._verbs.capability_checks import has_windows
 from aioverbs._verbs.quirks import is_soft_roce
 from aioverbs.errors import GrantRevokedError, VerbsError
 from aioverbs.types import AccessFlags, MwType
@@ -26,17 +27,7 @@ __all__ = ["Grant", "Grants", "RemoteGrant"]
 
 _REMOTE_ACCESS = AccessFlags.REMOTE_READ | AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_ATOMIC
 _WRITES = AccessFlags.REMOTE_WRITE | AccessFlags.REMOTE_ATOMIC
-_WINDOW_FLAGS = 1 << 23 | 1 << 24  # IBV_DEVICE_MEM_WINDOW_TYPE_2A, _2B
 _NUMBER_COUNT = 1 << 16
-
-
-def has_windows(context: handles.Context) -> bool:
-    """Return whether a device has memory windows of type 2.
-
-    :param context: context of the device.
-    :raises VerbsError: the device cannot be queried.
-    """
-    return bool(context.attributes.device_cap_flags & _WINDOW_FLAGS)
 
 
 def _can_use_window(context: handles.Context, memory: RegionSlice) -> bool:
@@ -48,7 +39,7 @@ def _can_use_window(context: handles.Context, memory: RegionSlice) -> bool:
     :param memory: the memory to grant.
     :raises VerbsError: the device cannot be queried.
     """
-    if not has_windows(context) or not memory.region.access & AccessFlags.MW_BIND:
+    if not has_windows(context.attributes) or not memory.region.access & AccessFlags.MW_BIND:
         return False
     # soft-RoCE checks the bounds of the window's region, not those of the window.
     return not is_soft_roce(context) or len(memory) == len(memory.region)
@@ -239,17 +230,15 @@ class Grants:
         self._local_grants[number] = None
         return number
 
-    def expect_answer(self, number: int) -> "asyncio.Future[None]":
+    def expect_answer(self, number: int, answered: "asyncio.Future[None]") -> None:
         """Accept REVOKED for a number that was reserved, from the moment at which the peer is told the number.
 
-        :returns: a future that is done when the peer sends REVOKED, and cancelled when the connection ends first.
-            Either makes the number free again.
+        :param number: the number, which the answer or the end of the connection makes free again.
+        :param answered: future that is done when the peer sends REVOKED, and cancelled when the connection ends first.
         """
-        answered: asyncio.Future[None] = running_loop().create_future()
         self._local_grants[number] = answered
         if self._has_failed:
             answered.cancel()
-        return answered
 
     def release_number(self, number: int) -> None:
         """Make a number free again that was reserved, but that the peer was not told."""

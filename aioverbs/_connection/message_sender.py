@@ -40,7 +40,6 @@ _SHARING_BYTES = 16 << 10
 # Requests without an acknowledgement for each receive of the peer. An honest peer has one, and more only as long as
 # completions are handled later than messages that arrived after them.
 _OWN_REQUESTS_PER_RECEIVE = 4
-_BYTES_PER_UNIT = 8192  # copied bytes for each unit of the budget of a turn, as in `_core/data_path/loop_budget.h`
 _PIECE_BYTES = 4 << 20  # of byte streams, so that the receiver can use the first bytes before the last ones arrive
 
 
@@ -211,8 +210,6 @@ class MessageSender:
         finally:
             self.frames.in_line -= 1
         self._sent_slowly += is_sent
-        if is_sent:
-            spend(sum(map(len, parts)) // _BYTES_PER_UNIT)
         return is_sent
 
     def _check_length(self, length: int) -> None:

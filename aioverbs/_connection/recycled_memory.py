@@ -12,6 +12,7 @@ from aioverbs._lifecycle.affinity import running_loop
 from aioverbs._lifecycle.resource import lifecycle_of, open_part
 from aioverbs._memory.region import MemoryRegion, is_shortage, map_pages
 from aioverbs._verbs.base_domain import Domain, shared_resources_of
+from aioverbs._verbs.capability_checks import has_windows
 from aioverbs.types import AccessFlags
 
 __all__ = ["RecycledMemory", "recycled_memory_of", "rounded"]
@@ -84,7 +85,10 @@ class RecycledMemory:
 
         :raises Exception: whatever `take` raises.
         """
-        region = MemoryRegion(self._pd, self._pd.handle, map_pages(size), AccessFlags.LOCAL_WRITE)
+        pd, access = self._pd.handle, AccessFlags.LOCAL_WRITE
+        if has_windows(pd.context.attributes):
+            access |= AccessFlags.MW_BIND  # for copies of messages: see `Staging`
+        region = MemoryRegion(self._pd, pd, map_pages(size), access)
         return await open_part(region, keeps_parents=False)
 
     def _take_idle(self, size: int | None = None) -> MemoryRegion | None:

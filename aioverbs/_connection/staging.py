@@ -1,19 +1,18 @@
 """Registered memory of one connection, to which long messages are copied for the peer to read."""
 
 import copy
+import ctypes
 import weakref
 from collections.abc import Callable, Coroutine
 from time import monotonic
 from typing import Any
 
-from aioverbs._connection.grants import Grants, has_windows
+from aioverbs._connection.grants import Grants
 from aioverbs._connection.message_channel import MessageChannel
-from aioverbs._connection.recycled_memory import rounded
+from aioverbs._connection.recycled_memory import RecycledMemory, rounded
 from aioverbs._core.data_path.data_path import RemoteRegion
-from aioverbs._core.handles import handles
 from aioverbs._lifecycle.affinity import running_loop
-from aioverbs._lifecycle.resource import open_part
-from aioverbs._memory.region import MemoryRegion, MemoryWindow, map_pages
+from aioverbs._memory.region import MemoryRegion, MemoryWindow
 from aioverbs.errors import VerbsError
 from aioverbs.types import AccessFlags
 
@@ -25,38 +24,31 @@ _KEEP_S = 1.0
 class Copy:
     """Memory for the copy of one message.
 
-    :param region: the memory.
+    :param memory: the memory.
     :param key: gives the peer access to it.
     :param remote: its address, length and key.
     """
 
-    __slots__ = ("_region", "key", "remote")
+    __slots__ = ("_memory", "key", "remote", "used_at")
 
-    def __init__(self, region: MemoryRegion, key: MemoryWindow | MemoryRegion, remote: RemoteRegion) -> None:
-        self._region = region
+    def __init__(self, memory: memoryview, key: MemoryWindow | MemoryRegion, remote: RemoteRegion) -> None:
+        self._memory = memory
         self.key = key
         self.remote = remote
+        self.used_at = 0.0  # when it was last given back, by the monotonic clock
 
     def __len__(self) -> int:
-        return len(self.remote)
+        return len(self._memory)
 
     def fill(self, parts: list[memoryview]) -> None:
         """Copy a message, which fits.
 
         :param parts: the message, memoryviews of format ``B``.
         """
-        at, memory = 0, self._region.buffer
+        at = 0
         for part in parts:
-            memory[at : at + len(part)] = part
+            self._memory[at : at + len(part)] = part
             at += len(part)
-
-    async def close(self) -> None:
-        """Take back the key, and deregister the memory.
-
-        :raises VerbsError: a verb failed.
-        """
-        await self.key.aclose()
-        await self._region.aclose()
 
 
 class Staging:
@@ -67,11 +59,12 @@ class Staging:
     the protection domain can use them; only where the device has none, they are registrations, whose keys any of these
     peers can guess.
 
-    After a second without a message the memory is deregistered, and so it is when the queue pair is closed.
+    The memory is the domain's for received messages. It goes back there a second after it was last used, and when the
+    connection has been closed: then the queue pair has taken back the keys.
 
     :param channel: message channel of the connection.
     :param grants: makes the keys.
-    :param base: the protection domain.
+    :param memory: memory of the domain.
     :param run: runs a coroutine in a task of its own.
     """
 
@@ -79,17 +72,17 @@ class Staging:
         self,
         channel: MessageChannel,
         grants: Grants,
-        base: handles.ProtectionDomain,
+        memory: RecycledMemory,
         run: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
         self._channel = channel
         self._grants = grants
-        self._base = base
+        self._memory = memory
         self._run = run
-        self._has_windows = has_windows(channel.qp.handle.context)
         self._idle: list[Copy] = []  # the last one was used last, so it may still be in the CPU's cache
-        self._used_at = 0.0  # when one was last given back, by the monotonic clock
+        self._stuck: list[Copy] = []  # whose key could not be taken back
         self._is_waiting = False  # whether a timer will call `_trim`
+        self._is_dropped = False
 
     def take(self, length: int) -> Copy | None:
         """Return memory for a message of a length in bytes; None if `make` has to make it."""
@@ -104,29 +97,25 @@ class Staging:
         """
         if self._idle:
             await self._close(self._idle.pop())
-        access = AccessFlags.MW_BIND if self._has_windows else AccessFlags.REMOTE_READ
-        region = MemoryRegion(self._channel.qp, self._base, map_pages(rounded(length)), access)
-        await open_part(region)
-        if not self._has_windows:
-            return Copy(region, region, region.remote())
-        try:
-            key, remote = await self._grants.make_key(self._channel.qp, region[:], AccessFlags.REMOTE_READ)
-        except BaseException:  # the region is in use as long as the bind is in flight
-            self._run(region.aclose())
-            raise
-        return Copy(region, key, remote)
+        region, memory = await self._memory.take(rounded(length))
+        ctypes.memset(region.address, 0, len(memory))  # messages of other peers
+        key, remote = await self._grants.make_key(self._channel.qp, region, AccessFlags.REMOTE_READ)
+        return Copy(memory, key, remote)
 
     def give_back(self, message: Copy, _: object = None) -> None:
         """Use memory again, because the peer has read the message, or the connection has ended."""
-        if self._channel.closed:
-            return  # as `drop` does
-        self._used_at = monotonic()
+        if self._is_dropped:
+            return
+        message.used_at = monotonic()
         self._idle.append(message)
-        self._trim_later(_KEEP_S)
+        if not self._channel.closed:
+            self._trim_later(_KEEP_S)
 
     def drop(self) -> None:
-        """Forget the memory, because the connection is being closed, and the queue pair closes it."""
+        """Forget the memory, because the queue pair has been closed."""
+        self._is_dropped = True
         self._idle.clear()
+        self._stuck.clear()
 
     def _trim_later(self, delay_s: float) -> None:
         """Call `_trim` after a delay in seconds, unless this was dropped by then."""
@@ -135,24 +124,26 @@ class Staging:
             running_loop().call_later(delay_s, _trim, weakref.ref(self))
 
     def _trim(self) -> None:
-        """Deregister the memory, unless it was used within the last second."""
+        """Release the memory that was not used within the last second."""
         self._is_waiting = False
-        rest_s = self._used_at + _KEEP_S - monotonic()
-        if rest_s > 0:
-            self._trim_later(rest_s)
-        elif self._idle:
-            self._run(self._close_idle())
+        if not self._channel.closed:
+            self._run(self._close_old())
 
-    async def _close_idle(self) -> None:
-        """Deregister all memory that is not in use."""
+    async def _close_old(self) -> None:
+        """Do the work of `_trim`. The first one is the one that was used first."""
         while self._idle:
-            await self._close(self._idle.pop())
+            rest_s = self._idle[0].used_at + _KEEP_S - monotonic()
+            if rest_s > 0:
+                self._trim_later(rest_s)
+                return
+            await self._close(self._idle.pop(0))
 
     async def _close(self, message: Copy) -> None:
-        """Deregister memory. If that fails, the connection breaks, and closing the queue pair deregisters it."""
+        """Take back a key. If that fails, the connection breaks, and closing the queue pair takes it back."""
         try:
-            await message.close()
+            await message.key.aclose()
         except VerbsError as error:
+            self._stuck.append(message)
             self._channel.fail(f"the key of a message could not be invalidated: {error}", copy.copy(error))
 
 

@@ -1,9 +1,11 @@
-"""PURE: checks that a device supports the depths and scatter/gather lists of queues before they are created."""
+"""PURE: what a device supports: the depths and scatter/gather lists of queues before they are created, and windows."""
 
 from aioverbs.attributes import DeviceAttributes, QpCapabilities
 from aioverbs.types import QpType
 
-__all__ = ["check_completion_queue", "check_queue_pair", "check_shared_receive_queue"]
+__all__ = ["check_completion_queue", "check_queue_pair", "check_shared_receive_queue", "has_windows"]
+
+_WINDOW_FLAGS = 1 << 23 | 1 << 24  # IBV_DEVICE_MEM_WINDOW_TYPE_2A, _2B
 
 
 def check_queue_pair(
@@ -87,3 +89,11 @@ def _check(name: str, *asked: tuple[str, int, int | None]) -> None:
     ]
     if wrong:
         raise ValueError("; ".join(wrong))
+
+
+def has_windows(device: DeviceAttributes) -> bool:
+    """Return whether a device has memory windows of type 2.
+
+    :param device: attributes of the device.
+    """
+    return bool(device.device_cap_flags & _WINDOW_FLAGS)

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, field
 
-from aioverbs._connection.grants import has_windows
 from aioverbs._providers import hardware, software
 from aioverbs._providers.sysfs import kernel_devices
+from aioverbs._verbs.capability_checks import has_windows
 from aioverbs._verbs.completion_queue import MessageModel
 from aioverbs._verbs.device import Device, open_device
 from aioverbs._verbs.ports import gid_table
@@ -220,7 +220,7 @@ async def _native_features(device: Device) -> dict[str, bool]:
         found["allocators"] = found["parent_domains"] and await _can_open(_with_allocator(device))
         found["xrc_domains"] = await _can_open(device.xrc_domain())
         found["shared_protection_domains"] = await _can_open(pd.share(1))
-        found["memory_windows"] = has_windows(device.handle)
+        found["memory_windows"] = has_windows(device.handle.attributes)
         async with pd.completion_queue(16, message_model=MessageModel.HIGH_BANDWIDTH) as cq:
             found["cq_moderation"] = cq.moderated
     return found

@@ -10,7 +10,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 from anyio.streams.tls import TLSStream
 
 from aioverbs import BusyResourceError, ClosedResourceError, Device
-from aioverbs._connection import message_sender
+from aioverbs._connection import announcer, message_sender
 from aioverbs._connection.connection import end_of
 from tests.connections.certificates import contexts
 from tests.connections.ends import pair
@@ -55,6 +55,7 @@ async def test_large_writes_are_not_copied_into_buffers(
     device: Device, monkeypatch: pytest.MonkeyPatch, kind: type[bytes | bytearray]
 ) -> None:
     monkeypatch.setattr(message_sender, "_PIECE_BYTES", 500_000)
+    monkeypatch.setattr(announcer, "_COPIED_BYTES", 0)
     async with pair(device) as ends:
         near, far = ends.near.as_byte_stream(), ends.far.as_byte_stream()
         data = random.Random(1).randbytes(1_200_000)

@@ -2,6 +2,7 @@
 
 import array
 import asyncio
+import ctypes
 import errno
 import gc
 import weakref
@@ -10,9 +11,10 @@ from typing import Any
 import pytest
 
 from aioverbs import Connection, ConnectionSettings, Device, WcStatus, WorkCompletionError, connect
-from aioverbs._connection import announcer, staging
+from aioverbs._connection import announcer, recycled_memory, staging
 from aioverbs._connection.connection import end_of, send_constant_nowait
 from aioverbs._connection.credits import max_announced
+from aioverbs._connection.recycled_memory import rounded
 from aioverbs._core.data_path.data_path import FrameSender
 from aioverbs._lifecycle.resource import lifecycle_of
 from tests.capabilities import Capability, needs
@@ -174,7 +176,7 @@ async def test_a_process_without_memory_for_a_copy(device: Device, monkeypatch: 
     def refuse(length: int) -> None:
         raise OSError(errno.ENOMEM, "no memory")
 
-    monkeypatch.setattr(staging, "map_pages", refuse)
+    monkeypatch.setattr(recycled_memory, "map_pages", refuse)
     async with pair(device, SETTINGS) as ends:
         sending = asyncio.create_task(ends.near.send(sample(LENGTH)))
         assert await ends.far.receive() == sample(LENGTH)
@@ -188,7 +190,7 @@ async def test_memory_is_deregistered_when_it_was_not_used_for_a_while(device: D
         for _ in range(2):
             for number in range(SLOTS):
                 await ends.near.send(sample(LENGTH, number))
-            assert len(parts) == 2 * SLOTS  # a region and a window each
+            assert len(parts) == SLOTS  # windows
             for _ in range(SLOTS):
                 await ends.far.receive()
             await until(lambda: not parts)
@@ -213,12 +215,28 @@ async def test_memory_grows_with_the_messages(device: Device) -> None:
         assert len(copies(ends.near)[0]) >= 2 * LENGTH
 
 
+async def test_a_peer_sees_nothing_of_other_connections_in_a_copy(device: Device) -> None:
+    """Memory that had a message is used for copies of another connection."""
+    async with pair(device, SETTINGS) as ends:
+        longest = rounded(LENGTH)
+        await ends.near.send(b"\xaa" * longest)
+        received = await ends.far.receive_buffer()
+        address = ctypes.addressof(ctypes.c_char.from_buffer(received))
+        del received
+        await ends.far.send(sample(LENGTH))
+        await ends.near.receive()
+        await until(lambda: copies(ends.far))
+        remote = copies(ends.far)[0].remote
+        assert remote.address == address
+        assert ctypes.string_at(address, longest) == sample(LENGTH) + bytes(longest - LENGTH)
+
+
 @needs(Capability.FAULT_PLAN)
 @pytest.mark.usefixtures("_kept_shortly")
-async def test_memory_that_cannot_be_deregistered_breaks_the_connection(device: Device) -> None:
+async def test_a_key_that_cannot_be_taken_back_breaks_the_connection(device: Device) -> None:
     async with pair(device, SETTINGS) as ends:
         await ends.near.send(sample(LENGTH))
-        device.faults.fail("dereg_mr", errno.EIO)
+        device.faults.fail("dealloc_mw", errno.EIO)
         assert await ends.far.receive() == sample(LENGTH)
         assert "could not be invalidated" in str(await ends.near.wait_lost())
 

@@ -15,6 +15,7 @@ import pytest
 
 from aioverbs import (
     BrokenResourceError,
+    ClosedResourceError,
     Connection,
     ConnectionSettings,
     Device,
@@ -263,3 +264,29 @@ async def test_a_peer_stopped_for_longer_than_keep_alive(device: Device, there: 
         if not device.software:
             await connection.send(b"still here")
             assert await connection.receive() == b"still here"
+
+
+@pytest.mark.stops_processes
+@pytest.mark.parametrize("how", ["abort", "aclose"])
+async def test_closing_does_not_wait_for_a_stopped_peer(device: Device, there: Other, how: str) -> None:
+    """The window of a message's copy is bound behind a message that the peer's device does not acknowledge."""
+    settings = deeper(SETTINGS, close_timeout_s=0.1)
+    async with talking(device, there, b"echo", settings) as (connection, _):
+        await connection.send(b"first")
+        assert await connection.receive() == b"first"
+        there.process.send_signal(signal.SIGSTOP)
+        try:
+            await asyncio.sleep(0.05)
+            await connection.send(b"second")
+            sending = asyncio.create_task(connection.send(b"long" * 100_000))
+            await asyncio.sleep(0.05)
+            if how == "abort":
+                connection.abort()
+            async with asyncio.timeout(patience(5)):
+                await connection.aclose()
+                await asyncio.wait([sending])
+            if device.software:
+                with pytest.raises((ClosedResourceError, BrokenResourceError)):
+                    await sending
+        finally:
+            there.process.send_signal(signal.SIGCONT)

@@ -571,7 +571,7 @@ static void be_client(uint32_t number)
         sleep_us(1000);
     lost = connect_client(&sender, number);
     while (!atomic_load(&shared->quiet)) {
-        sender_want(&sender, IBV_WR_SEND, 20, 64);
+        sender_want(&sender, IBV_WR_SEND, 20, 512); /* of smaller ones, a ring has so many that the rest takes long */
         if (!sender_finish(&sender))
             _exit(1);
     }

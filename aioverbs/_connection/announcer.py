@@ -128,7 +128,7 @@ class Announcer:
             copied = await self._room_for_copy(length)
             if copied is not None and self._announce_copy(copied, parts, length, immediate):
                 return _finished
-        prefix = b"" if immediate is None else IMMEDIATE.pack(immediate)
+        prefix = _prefix(immediate)
         pieces = self._pieces(parts, len(prefix))
         announcement = None if pieces is None else await self._send(pieces, prefix)
         if announcement is None:
@@ -154,16 +154,18 @@ class Announcer:
         if self._may_copy(length):
             copied = self._staging.take(length)
             return copied is not None and self._announce_copy(copied, parts, length, immediate)
-        prefix = b"" if immediate is None else IMMEDIATE.pack(immediate)
+        prefix = _prefix(immediate)
         pieces = self._pieces(parts, len(prefix)) if is_constant else None
         if pieces is None or is_large(sum(len(each) for each in pieces if isinstance(each, memoryview))):
             return False
         keys: list[handles.MemoryRegion] = []
         try:
             described = [self._register_now(piece, keys) for piece in pieces]
-        except VerbsError:  # `announce` finds out whether fragments have to be sent
+        except BaseException as error:
             self._take_back(keys)
-            return False
+            if isinstance(error, VerbsError):  # `announce` finds out whether fragments have to be sent
+                return False
+            raise
         return self._post(described, prefix, functools.partial(self._take_back, keys))
 
     def _may_copy(self, length: int) -> bool:
@@ -206,7 +208,7 @@ class Announcer:
         except BaseException:
             self._staging.give_back(copied)
             raise
-        prefix = b"" if immediate is None else IMMEDIATE.pack(immediate)
+        prefix = _prefix(immediate)
         described = [AnnouncedPart(copied.remote.address, length, copied.remote.rkey)]
         self._unread_bytes += length
         return self._post(described, prefix, functools.partial(self._on_copy_read, copied, length))
@@ -437,6 +439,11 @@ class Announcer:
         """Wait until the peer has read all announced messages, or the connection has ended."""
         while self._unanswered:
             await asyncio.wait(tuple(self._unanswered))
+
+
+def _prefix(immediate: int | None) -> bytes:
+    """Return what an announcement begins with: encoded immediate data, or nothing for None."""
+    return b"" if immediate is None else IMMEDIATE.pack(immediate)
 
 
 def _join_short(parts: list[memoryview]) -> Iterator[bytes | memoryview]:

@@ -1,12 +1,12 @@
 """PURE: messages whose bytes are in several buffers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Union
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["Cursor", "Payload", "parts_of"]
+__all__ = ["Cursor", "Payload", "join_into", "parts_of"]
 
 Payload = Union["Buffer", Sequence["Buffer"]]
 """Bytes of a message: a contiguous buffer, or a list or tuple of them."""
@@ -21,6 +21,19 @@ def parts_of(payload: "Payload") -> list[memoryview]:
     buffers = payload if isinstance(payload, list | tuple) else (payload,)
     views = [memoryview(each) for each in buffers]
     return [view.cast("B") for view in views if view.nbytes]
+
+
+def join_into(memory: memoryview, parts: "Iterable[Buffer]") -> None:
+    """Copy bytes, one part after the other, to the begin of memory in which they fit.
+
+    :param memory: the memory, with the format ``B``.
+    :param parts: the bytes.
+    """
+    at = 0
+    for part in parts:
+        end = at + len(memoryview(part))
+        memory[at:end] = part
+        at = end
 
 
 class Cursor:

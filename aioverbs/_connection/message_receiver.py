@@ -7,6 +7,7 @@ import anyio
 
 from aioverbs._connection.announced_messages import AnnouncedMessage, AnnouncedMessages
 from aioverbs._connection.channel_state import ChannelState
+from aioverbs._connection.gather import join_into
 from aioverbs._connection.message_sender import MessageSender
 from aioverbs._connection.reassembly import Assembly, ReceivedMessage
 from aioverbs._connection.recycled_memory import recycled_memory_of
@@ -196,10 +197,7 @@ class MessageReceiver:
                 if type(item) is not AnnouncedMessage:
                     parts = (item,) if type(item) is bytes else item.parts
                     length = self._check_fits(item, sum(map(len, parts)), view)
-                    at = 0
-                    for part in parts:
-                        view[at : at + len(part)] = part
-                        at += len(part)
+                    join_into(view, parts)
                     break
                 length = self._check_fits(item, item.length, view)
                 if item.reading is not None:  # another call, which was cancelled, has begun to read it

@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine
 from time import monotonic
 from typing import Any
 
+from aioverbs._connection.gather import join_into
 from aioverbs._connection.grants import Grants
 from aioverbs._connection.message_channel import MessageChannel
 from aioverbs._connection.recycled_memory import RecycledMemory, rounded
@@ -45,10 +46,7 @@ class Copy:
 
         :param parts: the message, memoryviews of format ``B``.
         """
-        at = 0
-        for part in parts:
-            self._memory[at : at + len(part)] = part
-            at += len(part)
+        join_into(self._memory, parts)
 
 
 class Staging:

@@ -103,6 +103,11 @@ def _exporter(view: memoryview) -> "Buffer | None":
     return view.obj
 
 
+def _key(view: memoryview, access: AccessFlags) -> _Key:
+    """Return the key of the registration of a memoryview."""
+    return id(_exporter(view)), *handles.span(view), access, view.readonly
+
+
 def _references(view: memoryview) -> int:
     """Return the number of references to the object that exports the bytes of a memoryview."""
     return sys.getrefcount(view.obj)
@@ -343,7 +348,7 @@ class RegistrationCache:
         pd, user = self._pd(), object()
         if pd is not None:
             pd.handle  # noqa: B018  checks that the protection domain is open
-        key = (id(_exporter(view)), *handles.span(view), access, view.readonly)
+        key = _key(view, access)
         with self._lock:
             entry = self._entries.get(key)
             is_full = self._bytes > self.max_bytes or len(self._entries) > self.max_entries  # `region` evicts
@@ -425,7 +430,7 @@ class RegistrationCache:
             as well.
         """
         try:  # a stored exception references this frame, too
-            key = (id(_exporter(view)), *handles.span(view), access, view.readonly)
+            key = _key(view, access)
             while True:
                 with self._lock:
                     entry = self._entries.pop(key, None)

@@ -6,7 +6,7 @@ import ctypes
 import errno
 import gc
 import weakref
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -27,11 +27,16 @@ SETTINGS = ConnectionSettings()
 SLOTS = max_announced(SETTINGS.receive_depth)  # messages that may wait for the peer
 
 
+def announcer_of(connection: Connection) -> announcer.Announcer:
+    """Return what has announced messages of an end."""
+    found = end_of(connection).announcer
+    assert found is not None
+    return found
+
+
 def copies(connection: Connection) -> list[staging.Copy]:
     """Return the memory for copies that an end has registered and does not use."""
-    sender = end_of(connection).announcer
-    assert sender is not None
-    return sender._staging._idle
+    return announcer_of(connection)._staging._idle
 
 
 @pytest.fixture
@@ -265,9 +270,7 @@ async def used_and_closed(device: Device) -> "weakref.ref[staging.Staging]":
         await ends.near.send(sample(LENGTH))
         await ends.far.receive()
         await until(lambda: copies(ends.near))
-        sender = end_of(ends.near).announcer
-        assert sender is not None
-        return weakref.ref(sender._staging)
+        return weakref.ref(announcer_of(ends.near)._staging)
 
 
 async def test_the_timer_does_not_keep_a_connection(device: Device) -> None:
@@ -330,7 +333,7 @@ async def test_a_send_that_a_signal_interrupts(device: Device, is_posted: bool, 
             await ends.far.receive()
             await until(lambda: copies(ends.near))
         sender = end_of(ends.near).channel.sender
-        frames, sender.frames = sender.frames, Interrupted(sender.frames, is_posted)  # type: ignore[assignment]
+        frames, sender.frames = sender.frames, cast(FrameSender, Interrupted(sender.frames, is_posted))
         with pytest.raises(KeyboardInterrupt):
             await ends.near.send(sample(LENGTH, 1))
         sender.frames = frames
@@ -341,7 +344,7 @@ async def test_a_send_that_a_signal_interrupts(device: Device, is_posted: bool, 
         for number in range(2, 2 + SLOTS - is_posted):
             assert await ends.far.receive() == sample(LENGTH, number)
         await until(lambda: len(set(copies(ends.near))) == len(copies(ends.near)) == SLOTS)
-        assert not end_of(ends.near).announcer._unread_bytes  # type: ignore[union-attr]
+        assert not announcer_of(ends.near)._unread_bytes
         await works(ends.near, ends.far)
 
 

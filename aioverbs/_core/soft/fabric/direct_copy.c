@@ -211,11 +211,6 @@ bool soft_link_direct(const struct soft_link *link)
     return atomic_load_explicit(&link->stream.direct, memory_order_relaxed);
 }
 
-bool soft_link_has_rings(const struct soft_link *link)
-{
-    return atomic_load_explicit(&link->stream.has_rings, memory_order_relaxed);
-}
-
 /* ---- Copying ------------------------------------------------------------------------------------------------- */
 
 /* Skip the bytes that were copied. */

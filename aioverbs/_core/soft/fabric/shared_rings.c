@@ -15,6 +15,7 @@
 #include "soft/base/lock_order.h"
 #include "soft/base/memfd.h"
 #include "soft/base/settings.h"
+#include "soft/fabric/fabric.h"
 #include "soft/fabric/handshake_wire.h"
 #include "soft/fabric/link.h"
 #include "soft/fabric/ring.h"
@@ -90,6 +91,11 @@ static void set_rings(struct soft_stream *stream, uint8_t *memory)
     stream->ring_out = (struct soft_ring_producer){.data = rings[own], .own = &sides[own], .peer = &sides[!own]};
     soft_mutex_give(&stream->tx);
     stream->why_not_rings[0] = 0;
+}
+
+bool soft_link_has_rings(const struct soft_link *link)
+{
+    return atomic_load_explicit(&link->stream.has_rings, memory_order_relaxed);
 }
 
 /* ---- Lists of streams ---------------------------------------------------------------------------------------- */

@@ -1,8 +1,9 @@
 """Open file descriptors of this process, for tests that check for leaks."""
 
-import gc
 import os
 from collections.abc import Iterable
+
+from tests.garbage import collect_garbage
 
 __all__ = ["descriptors", "descriptors_at_first", "files"]
 
@@ -14,7 +15,7 @@ def descriptors() -> set[str]:
 
 def descriptors_at_first() -> set[str]:
     """Return the open descriptors at the start of a test, after collecting the garbage of earlier tests."""
-    gc.collect()
+    collect_garbage()
     return descriptors()
 
 

@@ -42,6 +42,7 @@ from tests.connections.certificates import contexts
 from tests.connections.ends import SMALL, deeper, pair
 from tests.connections.serving import echo, served
 from tests.core.children import in_child
+from tests.garbage import collect_garbage
 from tests.holding import hold, unhold
 from tests.listening import own_address
 from tests.manager.held_verbs import StayingAllocator, thread_inside
@@ -124,7 +125,7 @@ async def test_a_connection_whose_abort_failed_is_closed_when_it_is_dropped(monk
                     near.abort()
             assert node.state is ResourceState.OPEN
             del near
-            gc.collect()
+            collect_garbage()
             await until(lambda: node.state is ResourceState.CLOSED)
 
 
@@ -450,7 +451,7 @@ def test_everything_can_be_left_while_the_loop_shuts_down(
         warnings.filterwarnings("ignore", ".*Domain|.*Queue|.*Pool", ResourceWarning)  # they were left open
         asyncio.run(left.device.aclose())
     assert left.near.closed
-    gc.collect()
+    collect_garbage()
 
 
 def test_abort_after_the_end_of_the_loop_notifies_the_peer() -> None:
@@ -465,7 +466,7 @@ def test_abort_after_the_end_of_the_loop_notifies_the_peer() -> None:
         left.listener.close()
         assert is_notified(left.far)
         asyncio.run(left.device.aclose())
-        gc.collect()
+        collect_garbage()
 
 
 @pytest.mark.parametrize("runs_again", [False, True])
@@ -490,7 +491,7 @@ def test_everything_can_be_left_while_the_loop_is_stopped(
             loop.run_until_complete(left.listener.aclose())
         loop.close()
         asyncio.run(left.device.aclose())
-        gc.collect()
+        collect_garbage()
     assert left.near.closed
 
 

@@ -4,7 +4,6 @@ import array
 import asyncio
 import contextlib
 import errno
-import gc
 import time
 import tracemalloc
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator
@@ -52,6 +51,7 @@ from aioverbs._verbs.base_domain import shared_resources_of
 from tests.capabilities import Capability, needs
 from tests.connections.ends import HOST, SMALL, Cancel, Pair, deeper, every_way_to_cancel, pair, use_up, works
 from tests.connections.test_messages import sample
+from tests.garbage import collect_garbage
 from tests.holding import hold, unhold
 from tests.pace import fewer, patience
 from tests.waiting import until
@@ -564,7 +564,7 @@ def test_memory_of_closed_loops_is_used_again(device: Device) -> None:
 
     for seed in range(4):
         asyncio.run(receive_buffer(seed))
-        gc.collect()
+        collect_garbage()
     (memory,) = (each for each in shared_resources_of(pd).values() if isinstance(each, recycled_memory.RecycledMemory))
     assert (len(memory._idle), len(memory._in_use)) == (1, 1)
     assert bytes(kept[0]) == sample(LENGTH, 1)
@@ -606,7 +606,7 @@ async def test_a_cancelled_send_is_withdrawn(device: Device, cancel: Cancel) -> 
     async with pair(device) as ends:
         data = changeable()
         await cancel(ends.near.send(data), lambda: unread(ends.far))
-        gc.collect()  # the traceback of the cancellation refers to the memory
+        collect_garbage()  # the traceback of the cancellation refers to the memory
         data.extend(b"free to be resized")
         await ends.near.send(b"after it")
         assert await ends.far.receive() == b"after it"
@@ -1107,7 +1107,7 @@ async def test_senders_learn_of_the_end(device: Device, broken: bool) -> None:
             assert isinstance(task.exception(), BrokenResourceError if broken else ClosedResourceError)
         sending.clear()  # the traceback of its exception refers to the memory
         del task
-        gc.collect()
+        collect_garbage()
         data.extend(b"free to be resized")
 
 
@@ -1358,7 +1358,7 @@ async def test_an_answer_before_the_announcement_breaks_the_connection(
         assert isinstance(sending.exception(), BrokenResourceError)
         assert not grants._local_grants
     del sending  # the traceback of its exception refers to the memory
-    gc.collect()
+    collect_garbage()
     data.extend(b"free to be resized")
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import errno
-import gc
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -28,6 +27,7 @@ from aioverbs._core.data_path.data_path import Operation
 from tests.capabilities import Capability, needs
 from tests.connections.ends import HOST, SMALL, cancel_by_its_task, deeper, pair, root_of, use_up
 from tests.connections.serving import asked, served
+from tests.garbage import collect_garbage
 from tests.holding import hold, unhold
 from tests.pace import patience
 from tests.waiting import until
@@ -67,7 +67,7 @@ async def test_cancelling_a_send_does_not_withdraw_the_message_before(device: De
         await ends.near.send(b"two", immediate=2)
         waits = ends.near.traffic().waits
         await cancel_by_its_task(ends.near.send(b"three", immediate=3), lambda: ends.near.traffic().waits > waits)
-        gc.collect()
+        collect_garbage()
         waits = ends.near.traffic().waits
         sending = asyncio.create_task(ends.near.send(b"four", immediate=4))
         await until(lambda: ends.near.traffic().waits > waits)
@@ -95,7 +95,7 @@ async def test_cancelling_write_with_immediate_keeps_an_announced_write(device: 
         await cancel_by_its_task(
             ends.near.write_with_immediate(source[:8], there[:8], 7), lambda: ends.near.traffic().messages_sent > sent
         )
-        gc.collect()
+        collect_garbage()
         unhold(device, ends.near.qp)
         with anyio.fail_after(patience(20)):
             for write in writes:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import errno
-import gc
 import socket
 import warnings
 from collections.abc import Callable, Coroutine
@@ -30,6 +29,7 @@ from tests.capabilities import Capability, needs
 from tests.conftest import LOOP_FACTORIES
 from tests.connections.ends import SMALL
 from tests.connections.serving import echo
+from tests.garbage import collect_garbage
 from tests.listening import own_address
 from tests.pace import patience
 
@@ -95,7 +95,7 @@ def end(close: Callable[[Deserted], Coroutine[Any, Any, None]], *, cancel: bool)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)  # of what was left open, asyncio's transports among it
         asyncio.run(close_in_time(Deserted(cancel=cancel)))
-        gc.collect()
+        collect_garbage()
 
 
 @pytest.mark.parametrize("cancel", [True, False], ids=["run", "closed"])
@@ -203,7 +203,7 @@ def test_a_device_with_waiters_of_a_closed_loop_is_closed_at_once(
         assert far.closed
         del near, far
         held.clear()
-        gc.collect()
+        collect_garbage()
 
 
 def test_another_loop_closes_connections() -> None:
@@ -227,4 +227,4 @@ def test_another_loop_closes_connections() -> None:
         warnings.simplefilter("ignore", ResourceWarning)
         device, near, far = asyncio.run(begin())
         asyncio.run(end())
-        gc.collect()
+        collect_garbage()

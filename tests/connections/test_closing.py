@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import random
 import warnings
 from typing import Any
@@ -27,6 +26,7 @@ from aioverbs._connection import liveness
 from aioverbs._connection.connection import end_of
 from tests.capabilities import Capability, needs
 from tests.connections.ends import HOST, SMALL, Cancel, deeper, every_way_to_cancel, pair, use_up
+from tests.garbage import collect_garbage
 from tests.manager.held_verbs import StayingAllocator, thread_inside
 from tests.pace import fewer, patience
 from tests.waiting import until
@@ -232,7 +232,7 @@ async def test_a_forgotten_connection_warns_and_closes(device: Device) -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             near = None
-            gc.collect()
+            collect_garbage()
         assert near is None
         assert [str(each.message) for each in caught if "Connection" in str(each.message)]
         with pytest.raises(BrokenResourceError):

@@ -4,7 +4,6 @@ import array
 import asyncio
 import ctypes
 import errno
-import gc
 import weakref
 from typing import Any, cast
 
@@ -20,6 +19,7 @@ from aioverbs._lifecycle.resource import lifecycle_of
 from tests.capabilities import Capability, needs
 from tests.connections.ends import HOST, Cancel, every_way_to_cancel, pair, use_up, works
 from tests.connections.test_messages import sample
+from tests.garbage import collect_garbage
 from tests.waiting import until
 
 LENGTH = 400_000
@@ -275,7 +275,7 @@ async def used_and_closed(device: Device) -> "weakref.ref[staging.Staging]":
 
 async def test_the_timer_does_not_keep_a_connection(device: Device) -> None:
     kept = await used_and_closed(device)
-    gc.collect()
+    collect_garbage()
     assert kept() is None
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import warnings
 import weakref
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from aioverbs import (
 from aioverbs._connection.connection import end_of
 from tests.capabilities import Capability, needs
 from tests.connections.ends import HOST, SMALL, deeper, pair
+from tests.garbage import collect_garbage
 from tests.holding import hold, unhold
 from tests.pace import patience
 from tests.waiting import until
@@ -175,7 +175,7 @@ async def test_a_lost_connection_can_be_dropped(device: Device, drop: str) -> No
             warnings.simplefilter("always")
             if drop == "collected":
                 near = None
-                gc.collect()
+                collect_garbage()
                 await until(lambda: node.state is ResourceState.CLOSED)
             await other.aclose()
         assert node.state is ResourceState.CLOSED
@@ -260,7 +260,7 @@ async def test_failed_calls_on_a_lost_connection_keep_nothing(
         for _ in range(3):
             await fail(near, local, remote)
         await asyncio.gather(*waiting)
-        gc.collect()
+        collect_garbage()
         assert [each() for each in marks] == [None] * len(marks)
         return near._lifecycle
 
@@ -272,7 +272,7 @@ async def test_failed_calls_on_a_lost_connection_keep_nothing(
         listen(HOST, domain=domain, settings=SMALL) as listener,
     ):
         node = await use()
-        gc.collect()
+        collect_garbage()
         await until(lambda: node.state is ResourceState.CLOSED)
 
 
@@ -294,5 +294,5 @@ async def test_a_revocation_that_the_loss_ends_keeps_nothing(device: Device) -> 
         ends.far.abort()
         await asyncio.gather(*revoking)
         del revoking
-        gc.collect()
+        collect_garbage()
         assert [each() for each in marks] == [None, None]

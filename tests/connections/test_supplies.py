@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import os
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from aioverbs._connection.shared_queues import lease_block
 from aioverbs._lifecycle.turns import OPENING, spend
 from tests.connections.ends import HOST
 from tests.core.children import SANITIZED
+from tests.garbage import collect_garbage
 
 SMALL = ConnectionSettings(buffer_size=4096)
 LARGE = ConnectionSettings(buffer_size=1 << 20)
@@ -36,7 +36,7 @@ async def test_concurrent_connections_share_one_pool(device: Device, settings: C
 
 
 def resident_bytes() -> int:
-    gc.collect()
+    collect_garbage()
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 

@@ -6,7 +6,6 @@ resource domain's thread model SINGLE is "from only one thread over the lifetime
 
 import asyncio
 import concurrent.futures
-import gc
 import signal
 import threading
 import weakref
@@ -25,6 +24,7 @@ from tests.core.children import in_child
 from tests.core.contexts import opened
 from tests.core.family import Family, make_all
 from tests.core.test_handles_closed import IDENTITY, access, public
+from tests.garbage import collect_garbage
 
 # Names that call no verb: constants of the object. A parent domain shares nothing by itself.
 CONSTANTS = {"cqe", "fileno", "handle", "qp_num"}
@@ -435,5 +435,5 @@ async def test_an_affinity_does_not_keep_its_loop_alive() -> None:
         return weakref.ref(loop)
 
     reference = in_thread(thread)
-    gc.collect()
+    collect_garbage()
     assert reference() is None

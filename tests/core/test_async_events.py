@@ -27,6 +27,7 @@ from tests.core.pairs import (
     next_event,
     succeed,
 )
+from tests.garbage import collect_garbage
 from tests.raw_verbs import post_send
 
 WRITE, SEND, SIGNALED = SendOpcode.RDMA_WRITE, SendOpcode.SEND, SendFlags.SIGNALED
@@ -181,7 +182,7 @@ def test_a_dropped_event_is_acknowledged_with_a_warning(context: software.Contex
 def test_an_acknowledged_event_is_dropped_silently(context: software.Context) -> None:
     raise_sq_drained(context)
     next_event(context).ack()
-    gc.collect()
+    collect_garbage()
     assert not any(isinstance(each, handles.AsyncEvent) for each in gc.get_objects())
 
 
@@ -194,7 +195,7 @@ def test_a_child_of_a_fork_acknowledges_nothing(context: software.Context) -> No
         with pytest.raises(ForkedProcessError):
             events[0].ack()
         events.clear()
-        gc.collect()
+        collect_garbage()
         with pytest.raises(ForkedProcessError):
             context.get_async_event()
 

@@ -5,7 +5,6 @@ Their memory, also under threads and forks, is tested in C: tests/native/test_al
 
 import ctypes
 import errno
-import gc
 import os
 import re
 import shlex
@@ -33,6 +32,7 @@ from aioverbs.allocators import (
     UseDefault,
 )
 from tests.core.pieces import GIB, KIB, MIB, Holder, all_kinds, contents, huge_pages_free
+from tests.garbage import collect_garbage
 
 
 @all_kinds
@@ -282,7 +282,7 @@ def test_memory_outlives_a_dropped_allocator() -> None:
 def test_an_allocator_keeps_its_inner_allocator() -> None:
     arena = ArenaAllocator(RecordingAllocator(SharedPageAllocator()))
     holder = Holder(arena)
-    gc.collect()
+    collect_garbage()
     holder.allocate(8, 8)
     holder.allocate(MIB, 8)
     assert arena.inner.statistics().pieces == 2

@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import errno
-import gc
 import os
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from aioverbs import DeviceNotFoundError, LibraryNotFoundError, VerbsError
 from aioverbs._core.handles import handles
 from aioverbs._core.software import software
 from tests.descriptors import descriptors, descriptors_at_first
+from tests.garbage import collect_garbage
 
 FUNCTIONS: dict[str, Any] = {
     "get_device_list": ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, use_errno=True),
@@ -287,7 +287,7 @@ class TestContextThatCannotBeCompleted:
         with monkeypatch.context() as patched:
             patched.setattr(os, "fsdecode", fail)
             yield
-        gc.collect()
+        collect_garbage()
         assert (handles.open_handles(), descriptors()) == (handles_before, descriptors_before)
 
     def test_opened(self, library: Library) -> None:
@@ -309,7 +309,7 @@ class TestContextThatCannotBeCompleted:
         assert library.calls == [], "the context is the lender's"
         released = weakref.ref(lender)
         del lender
-        gc.collect()
+        collect_garbage()
         assert released() is None
 
 

@@ -1,6 +1,5 @@
 """Handles and the garbage collector: dropping an open handle leaks it, visibly, and destroys nothing."""
 
-import gc
 import weakref
 from collections.abc import Callable
 
@@ -12,6 +11,7 @@ from tests.core.allocators import Recording
 from tests.core.contexts import open_context, opened
 from tests.core.family import make_all
 from tests.core.pairs import make_pair
+from tests.garbage import collect_garbage
 from tests.raw_verbs import post_send
 from tests.waiting import wait_until
 
@@ -23,7 +23,7 @@ def test_forgetting_open_handles_destroys_nothing() -> None:
     counts, ledger = context.counts(), handles.open_handles()
     references = [weakref.ref(handle) for handle in family.values()]
     del family
-    gc.collect()
+    collect_garbage()
     assert all(reference() is not None for reference in references)
     assert handles.open_handles() == ledger
     assert context.counts() == counts
@@ -35,7 +35,7 @@ def test_destroyed_handles_are_collected() -> None:
     references = [weakref.ref(handle) for handle in family.values()]
     destroy_all(family.values())
     del family
-    gc.collect()
+    collect_garbage()
     assert [reference() for reference in references] == [None] * len(references)
 
 
@@ -45,7 +45,7 @@ def test_a_handle_keeps_its_parents(context: software.Context) -> None:
         return handles.QueuePair(parent_domain.ParentDomain(handles.ProtectionDomain(context)), cq, cq)
 
     qp = make()
-    gc.collect()
+    collect_garbage()
     assert isinstance(qp.pd, parent_domain.ParentDomain)
     assert qp.send_cq is not None
     assert qp.send_cq.channel is not None
@@ -60,10 +60,10 @@ def test_registered_memory_stays_while_its_region_is_open(context: software.Cont
     reference = weakref.ref(memory)
     region = handles.MemoryRegion(handles.ProtectionDomain(context), memory)
     del memory
-    gc.collect()
+    collect_garbage()
     assert reference() is not None
     region.destroy()
-    gc.collect()
+    collect_garbage()
     assert reference() is None
 
 
@@ -77,7 +77,7 @@ def test_an_allocator_stays_while_the_provider_holds_its_memory(context: softwar
         return weakref.ref(allocator), handles.CompletionQueue(context, 4, parent_domain=domain)
 
     reference, cq = make()
-    gc.collect()
+    collect_garbage()
     allocator = reference()
     assert allocator is not None
     cq.destroy()
@@ -88,7 +88,7 @@ def test_a_bare_handle_is_collected(context: software.Context) -> None:
     bare = handles.QueuePair.__new__(handles.QueuePair)
     reference = weakref.ref(bare)
     del bare
-    gc.collect()
+    collect_garbage()
     assert reference() is None
 
 
@@ -111,6 +111,6 @@ def test_requests_in_flight_outlive_every_reference() -> None:
             return weakref.ref(near.qp)
 
         reference = post()
-        gc.collect()
+        collect_garbage()
         wait_until(lambda: memory == b"arrived!")
         assert reference() in handles.open_handles()

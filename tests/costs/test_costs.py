@@ -67,6 +67,10 @@ class Cost:
 # finds that the loop has not read. One more for each operation would be 128.
 CHECK_TOLERANCE = 8
 
+# Each thread of a device allocates a record when it first looks up an object (soft/base/epoch.c), on a busy machine in
+# the counted part. One more for each operation would be at least 8.
+DEVICE_THREADS = 2
+
 # Both ends are asleep, and each wakes up on a frame from the other one, with a message or an answer. The loop that
 # reads a frame takes its event at once, without a call that tells it.
 MESSAGE_BY_SOCKET = {"epoll_wait": (305, 304), "recvfrom": (590, 590), "sendmsg": (256, 256)}
@@ -257,7 +261,7 @@ def test_allocations(scene: str, counted: dict[str, dict[str, dict[str, Any]]]) 
     cost = COSTS[scene]
     for at, loop in enumerate(LOOPS):
         scene_counts = counted[loop][scene]
-        assert scene_counts["native"] == cost.native, loop
+        assert cost.native <= scene_counts["native"] <= cost.native + DEVICE_THREADS, loop
         if sys.implementation.name == "cpython" and sys.version_info[:2] == (
             3,
             11,

@@ -1,13 +1,13 @@
 """The C memory of queues, batches and operations is freed with them."""
 
 import ctypes
-import gc
 from collections.abc import Awaitable, Callable
 
 import pytest
 
 from aioverbs import Batch, Device, MessageModel, QpCapabilities
 from tests.data_path.ends import Ends, ends
+from tests.garbage import collect_garbage
 from tests.holding import hold, unhold
 
 NOISE_BYTES = 8 << 10  # growth of the interpreter's own memory
@@ -99,9 +99,9 @@ USES: list[Callable[[Device], Awaitable[None]]] = [
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
 async def test_nothing_is_left_after(device: Device, use: Callable[[Device], Awaitable[None]]) -> None:
     await use(device)
-    gc.collect()
+    collect_garbage()
     before = allocated_bytes()
     await use(device)
-    gc.collect()
+    collect_garbage()
     grown = allocated_bytes() - before
     assert grown < NOISE_BYTES

@@ -1,7 +1,6 @@
 """Requests wait for free slots of a full queue in the order of their calls; dropping a waiting one withdraws it."""
 
 import asyncio
-import gc
 from collections.abc import Callable
 
 import anyio
@@ -18,6 +17,7 @@ from aioverbs import (
     WorkCompletionError,
 )
 from tests.data_path.ends import Ends, ends
+from tests.garbage import collect_garbage
 from tests.holding import hold, unhold
 
 FEW = QpCapabilities(max_send_wr=4, max_recv_wr=64)
@@ -206,7 +206,7 @@ async def test_garbage_collection_withdraws_waiting_requests(device: Device, mod
         cycle.append(cycle)
         del waits, cycle
         assert len(extra.pins) == 4
-        gc.collect()
+        collect_garbage()
         assert len(extra.pins) == 0
         assert pair.near.statistics().sends.queued == 0
         unhold(device, pair.near)

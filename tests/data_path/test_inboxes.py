@@ -2,7 +2,6 @@
 
 import asyncio
 import errno
-import gc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -23,6 +22,7 @@ from aioverbs._core.data_path.data_path import Inbox
 from tests.capabilities import Capability, needs
 from tests.data_path.ends import PEERS, Ends, ends
 from tests.data_path.test_messages import MessageReceiver
+from tests.garbage import collect_garbage
 from tests.pace import patience
 from tests.waiting import until, wait_until
 
@@ -39,7 +39,7 @@ async def test_a_dropped_message_goes_to_a_waiting_task(device: Device) -> None:
         await asyncio.sleep(0)
         assert not second.done()
         del first
-        gc.collect()
+        collect_garbage()
         await third
         with second.result() as message:
             assert bytes(message.data) == b"hello"
@@ -55,7 +55,7 @@ async def test_a_message_of_a_garbage_request_goes_to_the_next(device: Device) -
         cycle: list[object] = [anext(messages)]
         cycle.append(cycle)
         del cycle
-        gc.collect()
+        collect_garbage()
         assert receiver.qp.statistics().receives.in_flight == in_flight, "the buffer was posted again"
         with anyio.fail_after(patience(20)):
             with await anext(messages) as message:
@@ -70,7 +70,7 @@ async def test_a_dropped_message_goes_to_a_later_request(device: Device) -> None
         first = anext(messages)
         second = anext(messages)
         del first
-        gc.collect()
+        collect_garbage()
         with anyio.fail_after(patience(20)):
             with await second as message:
                 assert bytes(message.data) == b"hello"

@@ -1,7 +1,6 @@
 """Loops, interpreters and processes that end, or are interrupted, with work outstanding."""
 
 import asyncio
-import gc
 import signal
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from tests.conftest import LOOP_FACTORIES, ROOT
 from tests.core.children import in_child
 from tests.data_path_endings.pair import PATIENCE_S, Pair, open_pair, pair_on, until
 from tests.devices import MODES, name_of
+from tests.garbage import collect_garbage
 from tests.pace import patience
 from tests.waiting import wait_until
 
@@ -307,7 +307,7 @@ async def test_a_forked_child_is_refused_and_the_parent_goes_on(device: Device, 
                 except Exception as error:
                     outcomes.append(repr(error))
             operations.clear()
-            gc.collect()
+            collect_garbage()
             return outcomes
 
         assert in_child(refused) == ["refused"] * 4

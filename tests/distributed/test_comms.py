@@ -2,7 +2,6 @@
 
 import asyncio
 import errno
-import gc
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -31,6 +30,7 @@ from aioverbs.distributed.domains import get_domain
 from aioverbs.distributed.framing import encode
 from aioverbs.distributed.listener import AioverbsListener
 from tests.core.children import in_child
+from tests.garbage import collect_garbage
 from tests.pace import patience
 from tests.waiting import until
 
@@ -165,7 +165,7 @@ async def test_a_dropped_comm_is_closed(caplog: pytest.LogCaptureFixture) -> Non
     comm = await connect(listener.contact_address)
     other = await accepted.get()
     del comm
-    gc.collect()
+    collect_garbage()
     with pytest.raises(CommClosedError):
         await asyncio.wait_for(other.read(), 5)
     assert "was dropped without being closed" in caplog.text

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import os
 import random
 import signal
@@ -22,6 +21,7 @@ import pytest
 from distributed import Client, LocalCluster
 
 from tests.descriptors import descriptors, files
+from tests.garbage import collect_garbage
 from tests.pace import fewer, patience
 from tests.running import wait_for_ends
 from tests.waiting import until
@@ -264,11 +264,11 @@ def use_cluster() -> None:
 def test_clusters_of_one_process_leave_nothing(clusters: int) -> None:
     for _ in range(2):
         use_cluster()
-    gc.collect()
+    collect_garbage()
     before, mapped, memory = len(descriptors()), shared_memory(), resident()
     for _ in range(clusters):
         use_cluster()
-    gc.collect()
+    collect_garbage()
     after = descriptors()
     assert len(after) <= before, files(after)
     assert len(shared_memory()) <= len(mapped), (mapped, shared_memory())

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import gc
 import sys
 import weakref
 from typing import Any
@@ -21,6 +20,7 @@ from aioverbs import (
 )
 from aioverbs._verbs.device import Device
 from tests.capabilities import Capability, needs
+from tests.garbage import collect_garbage
 from tests.manager.pyverbs_objects import MR, PD, ParentDomain, install, laid_out
 
 REMOTE = AccessFlags.LOCAL_WRITE | AccessFlags.REMOTE_WRITE
@@ -93,7 +93,7 @@ async def test_adopted_objects_are_referenced_while_in_use(device: Device) -> No
             region = pd.adopt_memory_region(mr, REMOTE)
             async with region:
                 del mr
-                gc.collect()
+                collect_garbage()
                 still = kept()
                 assert still is not None
                 assert still.lkey == region.lkey

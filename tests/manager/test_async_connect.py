@@ -2,7 +2,6 @@
 
 import asyncio
 import errno
-import gc
 import threading
 from typing import Any
 
@@ -26,6 +25,7 @@ from aioverbs._verbs import neighbour_lookup
 from tests.capabilities import Capability, needs
 from tests.connections.ends import pair
 from tests.core.contexts import opened
+from tests.garbage import collect_garbage
 from tests.manager.held_verbs import Helpers
 from tests.waiting import until
 
@@ -277,7 +277,7 @@ def test_a_dropped_modification_ends(calls: bool) -> None:
         cycle = [change]
         cycle.append(cycle)  # type: ignore[arg-type]  # only the garbage collector frees it
         del change, cycle
-        gc.collect()
+        collect_garbage()
         assert qp.state is (QpState.INIT if calls else QpState.RESET)
         assert qp.query().qp_state is qp.state
         for handle in (qp, cq, pd):

@@ -3,7 +3,6 @@
 import asyncio
 import ctypes
 import errno
-import gc
 import mmap
 import random
 import threading
@@ -37,6 +36,7 @@ from aioverbs._verbs.device import Device
 from tests.capabilities import Capability, needs
 from tests.conftest import LOOP_FACTORIES
 from tests.core.children import SANITIZED
+from tests.garbage import collect_garbage
 from tests.holding import hold, unhold
 from tests.manager.test_write import ends
 from tests.pace import patience
@@ -337,7 +337,7 @@ async def test_waiters_of_a_closed_loop_keep_no_buffer(pd: ProtectionDomain) -> 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             del task
-            gc.collect()
+            collect_garbage()
 
 
 async def test_a_buffer_granted_to_a_loop_that_closes_returns(pd: ProtectionDomain) -> None:

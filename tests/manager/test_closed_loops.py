@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import threading
 import warnings
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from aioverbs import BusyResourceError, MemoryRegion, Resource, ResourceDomain, 
 from aioverbs._lifecycle.affinity import wait_uncancelled
 from aioverbs._verbs.device import Device, open_device
 from tests.descriptors import descriptors, descriptors_at_first
+from tests.garbage import collect_garbage
 from tests.holding import hold
 from tests.manager.test_write import REMOTE
 from tests.pace import patience
@@ -62,7 +62,7 @@ class HangingClose:
 
     def drop_task(self) -> None:
         del self.closing
-        gc.collect()
+        collect_garbage()
 
 
 async def check_ends(awaited: "asyncio.Task[Any]") -> None:

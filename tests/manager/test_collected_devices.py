@@ -2,7 +2,6 @@
 
 import asyncio
 import errno
-import gc
 import logging
 import threading
 import time
@@ -18,6 +17,7 @@ from aioverbs._lifecycle.affinity import run_on_owner
 from aioverbs._lifecycle.lifecycle import Lifecycle
 from aioverbs._lifecycle.resource import lifecycle_of
 from tests.conftest import LOOP_FACTORIES
+from tests.garbage import collect_garbage
 from tests.manager.test_domains import OwnerThread
 from tests.pace import patience
 from tests.waiting import until
@@ -29,7 +29,7 @@ async def open_and_drop() -> None:
     await device.protection_domain().open()
     await device.resource_domain().open()
     del device
-    gc.collect()
+    collect_garbage()
 
 
 async def all_closed() -> bool:
@@ -157,7 +157,7 @@ async def test_a_collected_device_closes_after_domains_of_other_loops() -> None:
             await run_on_owner(elsewhere.owner, lambda: None)  # clears both loops' last references to it
             elsewhere.loop.call_soon_threadsafe(time.sleep, 0.05)
             del opening, device, domain
-            gc.collect()
+            collect_garbage()
 
         with pytest.warns(ResourceWarning, match="it was forgotten"):
             await open_and_drop()
@@ -187,7 +187,7 @@ async def test_a_domain_closes_on_another_loop_while_its_device_is_collected(mon
         await run_on_owner(elsewhere.owner, lambda: None)
         elsewhere.loop.call_soon_threadsafe(closing.wait, 30)
         del device, domain
-        gc.collect()
+        collect_garbage()
 
     this_thread = threading.get_ident()
     monkeypatch.setattr(Lifecycle, "has_foreign_parts", delayed)
@@ -215,4 +215,4 @@ async def test_a_collected_device_that_fails_to_close_is_logged_and_retried(capl
 def drop_all(*kept: list[Any]) -> None:
     for each in kept:
         each.clear()
-    gc.collect()
+    collect_garbage()

@@ -15,6 +15,7 @@ from aioverbs._lifecycle import affinity
 from aioverbs._lifecycle.affinity import Affinity, _lost, run_on_owner, run_on_owner_within, wait_uncancelled
 from aioverbs._lifecycle.cross_loop import CrossLoopCall
 from tests.data_path_endings.pair import until
+from tests.garbage import collect_garbage
 from tests.manager.test_domains import OwnerThread
 from tests.pace import patience
 
@@ -223,7 +224,7 @@ async def test_exceptions_of_calls_are_collected_soon() -> None:
     def fail() -> None:
         raise Failed
 
-    gc.collect()
+    collect_garbage()
     gc.disable()
     try:
         with OwnerThread() as elsewhere:

@@ -3,7 +3,6 @@
 import asyncio
 import contextvars
 import errno
-import gc
 import logging
 import re
 import threading
@@ -31,6 +30,7 @@ from aioverbs._verbs.completion_queue import MessageModel
 from aioverbs._verbs.device import Device, open_device
 from tests.capabilities import Capability, capabilities, needs
 from tests.core.allocators import Recording
+from tests.garbage import collect_garbage
 from tests.waiting import until
 
 DEGRADES = [errno.EOPNOTSUPP, errno.ENOSPC, errno.ENOMEM]
@@ -294,7 +294,7 @@ async def test_the_domain_of_a_closed_loop_is_dropped() -> None:
 
     async def enter() -> ResourceDomain:
         domain = await here.__aenter__()
-        gc.collect()
+        collect_garbage()
         return domain
 
     with pytest.warns(ResourceWarning, match=r"ResourceDomain .* it was forgotten"):

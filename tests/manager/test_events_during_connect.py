@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import threading
 from collections.abc import Iterator
 from typing import Any, TypeVar
@@ -26,6 +25,7 @@ from aioverbs._connection.connection import end_of
 from aioverbs._core.data_path.data_path import Message, Operation
 from tests.capabilities import Capability, needs
 from tests.connections.ends import pair
+from tests.garbage import collect_garbage
 from tests.manager.held_verbs import Helpers, SlowVerb
 from tests.pace import patience
 from tests.waiting import until, wait_until
@@ -167,7 +167,7 @@ async def test_a_message_collected_or_released_during_connect(device: Device, he
         await until(lambda: helpers.waiting)
         messages.pop().release()
         messages.clear()
-        gc.collect()
+        collect_garbage()
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         helpers.release()

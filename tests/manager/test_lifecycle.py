@@ -34,6 +34,7 @@ from aioverbs import (
 from aioverbs._core.handles import handles
 from aioverbs._verbs.device import Device, open_device
 from tests.capabilities import Capability, needs
+from tests.garbage import collect_garbage
 from tests.waiting import until
 
 MAKERS: dict[str, Callable[[Device], Resource]] = {
@@ -60,7 +61,7 @@ async def open_and_drop(resource: Resource) -> None:
     """Open a resource and drop the last reference to it."""
     await resource.open()
     del resource
-    gc.collect()
+    collect_garbage()
 
 
 @needs(Capability.OBJECT_COUNTS)
@@ -243,7 +244,7 @@ async def test_warnings_about_buffers_name_the_line_that_leased_them(device: Dev
 
         def lease_and_drop() -> None:
             pool.lease_nowait()
-            gc.collect()
+            collect_garbage()
 
         line = sys._getframe().f_lineno
         with pytest.warns(ResourceWarning) as forgotten:
@@ -425,7 +426,7 @@ async def test_a_collected_half_opened_resource_is_closed(device: Device) -> Non
         faults.fail("dealloc_td", errno.EIO)
         with pytest.raises(VerbsError, match="ENOMEM"):
             await device.resource_domain().open()
-        gc.collect()
+        collect_garbage()
 
     with pytest.warns(ResourceWarning, match=r"ResourceDomain \(failed\).* it was forgotten"):
         await fail()

@@ -1,7 +1,6 @@
 """Monitoring of this process's resources: contents of samples, closing, forks."""
 
 import asyncio
-import gc
 import json
 import logging
 import os
@@ -17,6 +16,7 @@ from aioverbs import AccessFlags, Device, WorkerPool, monitor, open_device
 from aioverbs._monitoring import monitor as monitor_module, server, snapshot
 from tests.core.children import in_child
 from tests.descriptors import descriptors
+from tests.garbage import collect_garbage
 from tests.manager.monitor_viewers import Viewer, file_names, folder, monitor_threads, nodes, open_viewer, until
 from tests.manager.test_write import ends
 from tests.pace import patience
@@ -193,7 +193,7 @@ async def test_a_viewer_that_does_not_read_blocks_no_other(monkeypatch: pytest.M
 
 
 async def test_closing_the_monitor_leaves_nothing(folder: Path) -> None:
-    gc.collect()
+    collect_garbage()
     before = descriptors()
     for _ in range(3):
         async with monitor() as watched:

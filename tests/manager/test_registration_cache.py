@@ -5,7 +5,6 @@ import asyncio
 import contextlib
 import ctypes
 import errno
-import gc
 import mmap
 import sys
 import threading
@@ -33,6 +32,7 @@ from aioverbs._memory.region import MemoryRegion
 from aioverbs._verbs.device import Device
 from tests.capabilities import Capability, capabilities, needs
 from tests.conftest import LOOP_FACTORIES
+from tests.garbage import collect_garbage
 from tests.pace import patience
 from tests.waiting import until
 
@@ -509,7 +509,7 @@ async def test_a_registration_whose_loop_was_closed_meanwhile_does_not_block_the
     assert not task.done()
     with contextlib.suppress(RuntimeError):  # a cancel scope may be left by its own task only
         deserted.close()
-    gc.collect()
+    collect_garbage()
     buffer.append(1)  # no longer exported
 
 
@@ -529,7 +529,7 @@ async def test_closing_the_protection_domain_closes_its_cache(device: Device) ->
         await use(pd, memory)
     cache = pd.cache
     del pd, domain
-    gc.collect()
+    collect_garbage()
     with pytest.raises(ClosedResourceError, match="was garbage-collected"):
         async with cache.region(memory):
             pass

@@ -1,7 +1,6 @@
 """The shared device: one for all loops and threads of a process, its own in a forked child, closed at the end."""
 
 import asyncio
-import gc
 import subprocess
 import sys
 import threading
@@ -23,6 +22,7 @@ from aioverbs import (
 from aioverbs._core.handles import handles
 from aioverbs._lifecycle.resource import open_now
 from tests.core.children import in_child
+from tests.garbage import collect_garbage
 from tests.listening import own_address
 from tests.pace import patience
 from tests.waiting import until
@@ -109,7 +109,7 @@ async def test_a_lost_device_is_replaced(name: str | None) -> None:
 async def test_a_lost_device_is_closed_when_nothing_refers_to_it(recwarn: pytest.WarningsRecorder) -> None:
     shared_device().faults.lose_device()
     device = shared_device()
-    gc.collect()
+    collect_garbage()
     await until(lambda: len(handles.open_handles()) == 1)
     assert handles.open_handles() == [device.handle]
     assert not recwarn

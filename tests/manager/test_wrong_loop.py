@@ -1,7 +1,6 @@
 """Blocks and iterators in use by a loop refuse other loops, and continue to work for their owner."""
 
 import asyncio
-import gc
 import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -25,6 +24,7 @@ from aioverbs import (
 )
 from tests.capabilities import Capability, needs
 from tests.connections.ends import HOST, SMALL
+from tests.garbage import collect_garbage
 from tests.pace import patience
 from tests.waiting import until
 
@@ -164,7 +164,7 @@ async def test_break_in_a_reconnecting_loop_closes_the_connection(device: Device
     async with device.resource_domain() as domain, serving(domain) as server:
         async for connection in reconnect(HOST, server.port, domain=domain, settings=SMALL):  # noqa: B007
             break
-        gc.collect()
+        collect_garbage()
         await until(lambda: connection.state is ResourceState.CLOSED)
 
 

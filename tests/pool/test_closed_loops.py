@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import os
 import signal
 import threading
@@ -22,6 +21,7 @@ from aioverbs import (
     open_device,
 )
 from tests.connections.serving import served
+from tests.garbage import collect_garbage
 from tests.pace import patience
 from tests.pool import handlers
 from tests.pool.processes import alive, processes
@@ -97,7 +97,7 @@ def test_another_loop_closes_a_process_pool_whose_loop_is_closed(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)  # of asyncio's transports
         open_and_close()
-        gc.collect()
+        collect_garbage()
     assert "; a new worker replaces it" not in caplog.text
 
 
@@ -142,7 +142,7 @@ def test_calls_fail_when_the_owning_loop_has_ended(closed: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)  # of asyncio's transports
         open_and_close()
-        gc.collect()
+        collect_garbage()
 
 
 def test_a_process_pool_whose_loop_was_closed_during_a_call_can_be_closed() -> None:
@@ -161,7 +161,7 @@ def test_a_process_pool_whose_loop_was_closed_during_a_call_can_be_closed() -> N
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)  # as above
         open_and_close()
-        gc.collect()
+        collect_garbage()
 
 
 def run_with_pool(use: Callable[[WorkerPool, asyncio.AbstractEventLoop], None]) -> None:
@@ -186,7 +186,7 @@ def run_with_pool(use: Callable[[WorkerPool, asyncio.AbstractEventLoop], None]) 
         # A task that has not begun when its loop is closed, such as the one that shares the protection domain.
         warnings.filterwarnings("ignore", "coroutine '.*' was never awaited", RuntimeWarning)
         open_use_and_close()
-        gc.collect()
+        collect_garbage()
 
 
 def test_cancelling_a_wait_for_a_started_call_of_another_loop_cancels_the_call() -> None:
@@ -225,7 +225,7 @@ def test_a_collected_pool_whose_loop_has_ended_is_not_waited_for() -> None:
             assert not dropping.is_alive()
         os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)  # it was killed
         asyncio.run(device.aclose())
-        gc.collect()
+        collect_garbage()
     assert not alive(process)
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import errno
-import gc
 import os
 import sys
 import threading
@@ -31,6 +30,7 @@ from aioverbs._pool.supervisor import SupervisorState
 from aioverbs._pool.thread_worker import ThreadWorker, _ThreadCall
 from aioverbs._pool.worker import Worker
 from tests.capabilities import Capability, needs
+from tests.garbage import collect_garbage
 from tests.pace import patience
 from tests.pool.test_calls import number, number_later, sleep_until_cancelled
 from tests.waiting import until
@@ -317,7 +317,7 @@ async def test_a_garbage_collected_pool_warns_and_ends_its_workers(device: Devic
     del pool
     with pytest.warns(ResourceWarning, match="was still open: it was forgotten"):
         held.clear()
-    gc.collect()
+    collect_garbage()
     await until(lambda: not worker_threads())
     await pd.aclose()
 
@@ -330,7 +330,7 @@ async def test_a_garbage_collected_pool_ends_its_workers_if_warnings_are_errors(
     pool = await WorkerPool(device, 2).open()
     pd = pool.pd
     del pool
-    gc.collect()
+    collect_garbage()
     await until(lambda: not worker_threads())
     assert ["was still open: it was forgotten" in each for each in raised] == [True]
     await pd.aclose()

@@ -2,7 +2,6 @@
 
 import asyncio
 import errno
-import gc
 import os
 import select
 import subprocess
@@ -15,6 +14,7 @@ import pytest
 from aioverbs import Device, WorkerDiedError, WorkerPool
 from aioverbs._pool.process_exit import ExitWatch
 from tests.conftest import ROOT
+from tests.garbage import collect_garbage
 from tests.pace import patience
 from tests.pool import work
 from tests.pool.processes import descriptors, processes
@@ -244,7 +244,7 @@ def test_a_watch_that_was_never_started_is_collected_silently() -> None:
     process: Any = None
     loop = asyncio.new_event_loop()
     ExitWatch(loop, process, lambda: None)
-    gc.collect()
+    collect_garbage()
     loop.close()
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import errno
-import gc
 import os
 import pickle
 import signal
@@ -30,6 +29,7 @@ from aioverbs import (
 )
 from aioverbs._pool.backends import ProcessBackend
 from aioverbs._sharing import shared_pd
+from tests.garbage import collect_garbage
 from tests.pace import patience
 from tests.pool import work
 from tests.pool.processes import alive, processes
@@ -275,7 +275,7 @@ async def test_a_garbage_collected_pool_warns_and_ends_its_workers(device: Devic
     del pool
     with pytest.warns(ResourceWarning, match="was still open: it was forgotten"):
         held.clear()
-    gc.collect()
+    collect_garbage()
     await until(lambda: not alive(process_id))
     await pd.aclose()
 

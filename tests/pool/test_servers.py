@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import logging
 import socket
 import sys
@@ -35,6 +34,7 @@ from aioverbs._server.server import Server
 from tests.connections.certificates import contexts
 from tests.connections.ends import HOST
 from tests.connections.serving import asked, served
+from tests.garbage import collect_garbage
 from tests.listening import listens
 from tests.pace import fewer, patience
 from tests.pool import handlers, work
@@ -486,7 +486,7 @@ async def test_many_connections_leak_no_descriptors(pool: WorkerPool, domain: Re
             await until(
                 lambda: server.statistics().connections == len(permanent) and not server.statistics().handshakes
             )
-            gc.collect()
+            collect_garbage()
             return [await pool.run(handlers.descriptors, worker=worker) for worker in range(2)]
 
         # A domain keeps the completion queues that it needed once: later there are never more connections at once.

@@ -533,7 +533,7 @@ def distributed(session: nox.Session) -> None:
     """Run the tests of Dask's `distributed` with our comm backend and with tcp: `-- CHECKOUT [MODULE ...]`.
 
     `-- --bench` measures comms of both instead, and streams of asyncio and Tornado, side by side; `-- --clusters` the
-    work of clusters.
+    work of clusters; `-- --memory` that of a scheduler with many connections.
 
     A run takes at most two hours, or as many minutes as `--minutes` says, continues where the previous run ended, and
     adds to its results; `--fresh` deletes the results first.
@@ -545,7 +545,11 @@ def distributed(session: nox.Session) -> None:
     module, and if tcp passes a test that the backend does not, and `tests/distributed/differences.toml` has no reason
     for that.
     """
-    benches = {"--bench": "tests/bench/dask_comm.py", "--clusters": "tests/bench/dask_cluster.py"}
+    benches = {
+        "--bench": "tests/bench/dask_comm.py",
+        "--clusters": "tests/bench/dask_cluster.py",
+        "--memory": "tests/bench/dask_memory.py",
+    }
     chosen = [each for each in session.posargs if each in benches]
     if not session.posargs:
         session.error("name a checkout: git clone https://github.com/dask/distributed, then -- CHECKOUT")

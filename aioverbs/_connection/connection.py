@@ -122,7 +122,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         Closing twice has no effect.
 
         Before closing, this waits until all sent messages are in the peer's memory, from which the peer can still
-        receive them, and those of 192 KiB or more until the peer has received them, or has dropped them because it
+        receive them, and those that it reads until the peer has received them, or has dropped them because it
         closes its end; but at most ``close_timeout_s`` of the settings. After that time, or if this call is cancelled,
         messages that were not delivered are lost and the peer's calls raise `BrokenResourceError`. A cancelled call
         closes the connection nevertheless. Messages from the peer that this end has not received yet are lost.
@@ -314,7 +314,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         Messages of one task arrive in the order of its calls. Tasks that send at the same time have no order among each
         other.
 
-        A message of 192 KiB or more does not go through buffers: the peer's receive call reads it. Up to 2 MiB it is
+        A message of 320 KiB or more does not go through buffers: the peer's receive call reads it. Up to 2 MiB it is
         copied, as long as the peer has at most 8 MiB of such messages to receive. A longer one is read from the memory
         of `item`: the await returns when the peer has received it, or has dropped it because it closes its end. As for
         a short message, that the await returns does not say that the peer's user got the message. If the memory belongs

@@ -35,6 +35,7 @@ from aioverbs._memory.region import (
     give_back_pages,
     is_large,
     open_in_thread,
+    use_small_pages,
 )
 from aioverbs.allocators import Allocator
 from aioverbs.errors import BusyResourceError, ClosedResourceError
@@ -708,7 +709,7 @@ class BufferPool(Resource):
         starts = range((buffers - 1) * self._stride, -1, -self._stride)  # the last one is leased first
         blocks = [slab[start : start + self._size] for start in starts]
         if self._free_list.gives_back_pages:  # registration has touched all of them
-            give_back_pages(slab, 0, len(slab))
+            use_small_pages(slab)
         self._free_list.slabs.append(slab)
         self._free_list.free.extend(blocks)
 

@@ -115,12 +115,17 @@ def map_pages(length: int) -> mmap.mmap:
     found = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     found.madvise(_MADV_WIPEONFORK)
     if length >= _HUGE_PAGE:
-        try:
-            found.madvise(mmap.MADV_HUGEPAGE)
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # EINVAL: the kernel has no huge pages
-                raise
+        _advise(found, mmap.MADV_HUGEPAGE)
     return found
+
+
+def _advise(memory: mmap.mmap, about_huge_pages: int) -> None:
+    """Tell the kernel whether to use transparent huge pages for a mapping. A kernel without them ignores it."""
+    try:
+        memory.madvise(about_huge_pages)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # EINVAL: the kernel has no huge pages
+            raise
 
 
 class _QueueMemory(Registered):
@@ -188,6 +193,20 @@ def give_back_pages(region: "MemoryRegion", offset: int, length: int) -> None:
     except OSError as error:
         if error.errno != errno.EINVAL:  # EINVAL: the pages are locked
             raise
+
+
+def use_small_pages(region: "MemoryRegion") -> None:
+    """Give all pages of a region back to the kernel, which provides single pages from then on, and no huge ones.
+
+    This is for buffers of which most are used in part: touching one byte of a huge page takes 2 MiB. The registration
+    uses huge pages, which are touched faster. As for `give_back_pages`, the device must not pin memory.
+
+    :param region: region whose memory the library has mapped.
+    """
+    give_back_pages(region, 0, len(region))
+    memory = region._memory
+    assert isinstance(memory, mmap.mmap)
+    _advise(memory, mmap.MADV_NOHUGEPAGE)
 
 
 async def open_in_thread(resource: Resource) -> None:

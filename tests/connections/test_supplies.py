@@ -42,23 +42,25 @@ def resident_bytes() -> int:
 
 @pytest.mark.skipif(SANITIZED, reason="the address sanitizer keeps freed memory")
 async def test_idle_connections_need_little_memory(device: Device) -> None:
-    """With buffers of the usual size, and also after others were used and closed."""
+    """With buffers of the usual size, also if they have short messages, and after others were used and closed."""
     count = 40
     async with (
         device.resource_domain() as domain,
         listen(HOST, domain=domain) as listener,
     ):
 
-        async def open_all(stack: contextlib.AsyncExitStack, messages: int) -> None:
+        async def open_all(stack: contextlib.AsyncExitStack, messages: int, length: int = 60_000) -> None:
             for _ in range(count):
                 near = await stack.enter_async_context(connect(HOST, listener.port, domain=domain))
                 far = await stack.enter_async_context(await listener.accept())
                 for _ in range(messages):
-                    await near.send(bytes(60_000))
-                    assert len(await far.receive()) == 60_000
+                    await near.send(bytes(length))
+                    assert len(await far.receive()) == length
 
-        async with contextlib.AsyncExitStack() as stack:
-            await open_all(stack, 0)  # so that what all connections share is there
+        new = resident_bytes()
+        async with contextlib.AsyncExitStack() as stack:  # what all connections share is made first
+            await open_all(stack, 32, 100)
+            assert (resident_bytes() - new) / (2 * count) < 192 << 10, "a page of each buffer, and no huge page"
         at_first = resident_bytes()
         async with contextlib.AsyncExitStack() as stack:
             await open_all(stack, 0)

@@ -192,22 +192,22 @@ static void the_rest_is_left_out(void)
     CHECK(soft_ring_available(&scene.consumer, &available));
     read_bytes(&scene, available);
     soft_ring_release(&scene.consumer);
-    CHECK_EQ(soft_ring_rest(&scene.producer), 0); /* not used up */
+    CHECK_EQ(soft_ring_rest(&scene.producer, 1), 0); /* not used up */
     CHECK_EQ(write_bytes(&scene, 1, 1), 1);
-    CHECK_EQ(soft_ring_rest(&scene.producer), 0); /* not empty */
+    CHECK_EQ(soft_ring_rest(&scene.producer, 1), 0); /* not empty */
     CHECK_EQ(write_bytes(&scene, used - SOFT_RING_SPAN, 1), used - SOFT_RING_SPAN);
     CHECK(soft_ring_available(&scene.consumer, &available));
     read_bytes(&scene, available);
-    CHECK_EQ(soft_ring_rest(&scene.producer), 0); /* empty, but not known to be */
+    CHECK_EQ(soft_ring_rest(&scene.producer, 1), 0); /* empty, but not known to be */
     soft_ring_release(&scene.consumer);
-    CHECK_EQ(soft_ring_rest(&scene.producer), 0); /* known, but just looked at */
+    CHECK_EQ(soft_ring_rest(&scene.producer, 1), 0); /* known, but just looked at */
     CHECK_EQ(write_bytes(&scene, 1000, 1), 1000);
-    CHECK_EQ(soft_ring_rest(&scene.producer), 0);
+    CHECK_EQ(soft_ring_rest(&scene.producer, 1), 0);
     CHECK_EQ(write_bytes(&scene, 24, 1), 24);
     CHECK(soft_ring_available(&scene.consumer, &available));
     read_bytes(&scene, available);
     soft_ring_release(&scene.consumer);
-    rest = soft_ring_rest(&scene.producer);
+    rest = soft_ring_rest(&scene.producer, 1);
     CHECK_EQ(rest, SOFT_RING_SIZE - used - 1024);
     soft_ring_pass(&scene.producer, rest);
     CHECK(soft_ring_available(&scene.consumer, &available));
@@ -217,6 +217,39 @@ static void the_rest_is_left_out(void)
     CHECK_EQ(write_bytes(&scene, 100, 1), 100);
     CHECK(soft_ring_available(&scene.consumer, &available));
     read_bytes(&scene, available);
+    close_ring(&scene);
+}
+
+/* Write bytes and read them. */
+static void carry(struct scene *scene, uint32_t size)
+{
+    uint32_t available;
+
+    CHECK_EQ(write_bytes(scene, size, 1), size);
+    CHECK(soft_ring_available(&scene->consumer, &available));
+    read_bytes(scene, available);
+    soft_ring_release(&scene->consumer);
+}
+
+/* After something large, more of a ring is used, once. */
+static void large_data_uses_more_of_a_ring(void)
+{
+    struct scene scene;
+    unsigned int lap;
+
+    open_ring(&scene, 0);
+    for (lap = 0; lap < 2; lap++) {
+        carry(&scene, SOFT_RING_SPAN);
+        CHECK_EQ(soft_ring_rest(&scene.producer, SOFT_RING_LARGE), 0);
+        carry(&scene, SOFT_RING_LARGE_SPAN - SOFT_RING_SPAN - 1);
+        CHECK_EQ(soft_ring_rest(&scene.producer, 1), 0);
+        carry(&scene, 1 + SOFT_RING_LARGE);
+        CHECK_EQ(soft_ring_rest(&scene.producer, 1), SOFT_RING_SIZE - SOFT_RING_LARGE_SPAN - SOFT_RING_LARGE);
+        carry(&scene, SOFT_RING_SIZE - SOFT_RING_LARGE_SPAN - SOFT_RING_LARGE);
+        carry(&scene, SOFT_RING_SPAN);
+        CHECK_EQ(soft_ring_rest(&scene.producer, 1), SOFT_RING_SIZE - SOFT_RING_SPAN);
+        carry(&scene, SOFT_RING_SIZE - SOFT_RING_SPAN);
+    }
     close_ring(&scene);
 }
 
@@ -361,4 +394,5 @@ static void threads_that_sleep(void)
 }
 
 CHECK_MAIN_ONCE(CASE(bytes_come_in_their_order), CASE(indices_of_a_hostile_peer), CASE(an_invalid_index_refuses_writes),
-                CASE(the_rest_is_left_out), CASE(a_wish_is_answered_once), CASE(threads_that_sleep))
+                CASE(the_rest_is_left_out), CASE(large_data_uses_more_of_a_ring), CASE(a_wish_is_answered_once),
+                CASE(threads_that_sleep))

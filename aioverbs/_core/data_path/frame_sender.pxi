@@ -162,7 +162,10 @@ cdef class FrameSender:
         return self.in_flight < self.count
 
     cdef inline char *_buffer(self) noexcept:
-        # Return the memory of the next buffer, which is free.
+        # Return the memory of the next buffer, which is free. If all are, begin with the first one again: an end that
+        # sends one message at a time touches no other.
+        if not self.in_flight:
+            self.next = 0
         return <char *><uintptr_t>(self.memory._address + self._offset())
 
     cdef inline Py_ssize_t _offset(self) noexcept:

@@ -57,14 +57,18 @@ int32_t soft_ring_write(struct soft_ring_producer *ring, const struct iovec *pie
     return (int32_t)written;
 }
 
-uint32_t soft_ring_rest(struct soft_ring_producer *ring)
+uint32_t soft_ring_rest(struct soft_ring_producer *ring, size_t size)
 {
     uint32_t place = ring->tail & (SOFT_RING_SIZE - 1), room;
 
-    if (place < SOFT_RING_SPAN || ring->tail - ring->looked < LOOK_BYTES)
+    ring->large |= size >= SOFT_RING_LARGE;
+    if (place < (ring->large ? SOFT_RING_LARGE_SPAN : SOFT_RING_SPAN) || ring->tail - ring->looked < LOOK_BYTES)
         return 0;
     ring->looked = ring->tail;
-    return soft_ring_room(ring, &room) && room == SOFT_RING_SIZE ? SOFT_RING_SIZE - place : 0;
+    if (!soft_ring_room(ring, &room) || room != SOFT_RING_SIZE)
+        return 0;
+    ring->large = size >= SOFT_RING_LARGE;
+    return SOFT_RING_SIZE - place;
 }
 
 void soft_ring_pass(struct soft_ring_producer *ring, uint32_t count)

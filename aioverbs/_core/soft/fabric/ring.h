@@ -37,8 +37,12 @@
 #define SOFT_RING_SIZE (1u << 20)
 
 /* Bytes at the begin of a ring that are enough as long as it becomes empty now and then, as rings do without large
- * data: the producer goes back there (soft_ring_rest), so that the others are not touched. */
-#define SOFT_RING_SPAN (SOFT_RING_SIZE / 4)
+ * data: the producer goes back there (soft_ring_rest), so that the others are not touched. After something of
+ * SOFT_RING_LARGE bytes or more, it uses more of them before it goes back: two processes that copy at the same time are
+ * slower where one of them has just copied. */
+#define SOFT_RING_SPAN (SOFT_RING_SIZE / 64)
+#define SOFT_RING_LARGE_SPAN (SOFT_RING_SIZE / 4)
+#define SOFT_RING_LARGE SOFT_RING_SPAN
 
 /* Reasons to wake a side: bits of `wants`. */
 enum {
@@ -65,6 +69,7 @@ struct soft_ring_producer {
     uint32_t tail;   /* own index */
     uint32_t head;   /* last index that was read of the peer */
     uint32_t looked; /* own index when soft_ring_rest() last looked at the peer's */
+    bool large;      /* something large was written since the producer last went back to the begin */
     bool invalid;    /* the peer's index was invalid once: what the peer writes later changes nothing */
 };
 
@@ -85,9 +90,9 @@ bool soft_ring_room(struct soft_ring_producer *ring, uint32_t *room);
  * index is invalid, or was. */
 int32_t soft_ring_write(struct soft_ring_producer *ring, const struct iovec *pieces, unsigned int count);
 
-/* Return how many bytes are left up to the end of the ring if these need not be used: it is empty, and what is written
- * next would be behind SOFT_RING_SPAN. Return 0 otherwise. Mostly without a look at the peer's index. */
-uint32_t soft_ring_rest(struct soft_ring_producer *ring);
+/* Return how many bytes are left up to the end of the ring if the next `size` bytes need not use them: it is empty, and
+ * they would be behind its begin. Return 0 otherwise. Mostly without a look at the peer's index. */
+uint32_t soft_ring_rest(struct soft_ring_producer *ring, size_t size);
 
 /* Publish bytes that were not written, for which there is room. The consumer knows that they have any content. */
 void soft_ring_pass(struct soft_ring_producer *ring, uint32_t count);

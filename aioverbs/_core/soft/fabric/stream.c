@@ -272,11 +272,20 @@ void soft_stream_break(struct soft_stream *stream)
 
 _Static_assert(SOFT_FRAME_SKIPPED == SOFT_RING_SIZE, "");
 
-/* Skip the rest of the ring where that keeps its pages untouched. An honest peer leaves the begin of a frame in the
- * ring, so an empty one is between two frames. */
-static void skip_rest(struct soft_stream *stream)
+static size_t size_of(const struct iovec *pieces, unsigned int count)
 {
-    uint32_t rest = soft_ring_rest(&stream->ring_out);
+    size_t size = 0;
+
+    while (count--)
+        size += pieces++->iov_len;
+    return size;
+}
+
+/* Skip the rest of the ring where that keeps its pages untouched by the next `size` bytes. An honest peer leaves the
+ * begin of a frame in the ring, so an empty one is between two frames. */
+static void skip_rest(struct soft_stream *stream, size_t size)
+{
+    uint32_t rest = soft_ring_rest(&stream->ring_out, size);
     struct soft_frame frame = {.kind = SOFT_FRAME_SKIP, .size = rest - SOFT_FRAME_SIZE};
     uint8_t header[SOFT_FRAME_SIZE];
 
@@ -294,7 +303,7 @@ static ssize_t try_write(struct soft_stream *stream, const struct iovec *pieces,
     int32_t written;
 
     assert_held(&stream->tx);
-    skip_rest(stream);
+    skip_rest(stream, size_of(pieces, count));
     written = soft_ring_write(&stream->ring_out, pieces, count);
     if (written < 0) /* no honest peer writes such an index */
         soft_stream_break(stream);

@@ -9,6 +9,9 @@ take turns, so that a busy machine slows down all of them. `connect` is the time
 `distributed`, and to close.
 
 - ``aioverbs``, ``tcp``: `Comm.write` and `Comm.read`, whose arrays arrive in memory of their own.
+- ``ucxx``: the same with the backend of RAPIDS over UCX, if `distributed-ucxx` is installed (`pip install --no-deps
+  distributed-ucxx-cu12 ucxx-cu12 libucxx-cu12 "libucx-cu12<1.22" librmm-cu12 rapids-logger`; its own requirements want
+  an older `distributed`). UCX uses TCP: its shared memory does not detect lost peers, which the backend asks for.
 - ``tornado``: a length and bytes on a `tornado.iostream.IOStream`, read into memory that is there: no comm at all.
 - ``asyncio``: the same on asyncio's streams, which return new `bytes`.
 - ``memcpy``: the array copied to new memory by this process alone, for comparison.
@@ -21,6 +24,7 @@ import multiprocessing
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
+from importlib.util import find_spec
 from multiprocessing.connection import Connection as Pipe
 from typing import Any
 
@@ -37,7 +41,7 @@ LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
     "asyncio": asyncio.SelectorEventLoop,
     "uvloop": uvloop.new_event_loop,
 }
-SCHEMES = ("aioverbs", "tcp")
+SCHEMES = ("aioverbs", "tcp", *(["ucxx"] if find_spec("distributed_ucxx") else []))
 BACKENDS = (*SCHEMES, "tornado", "asyncio", "memcpy")
 SIZES = ["0", "1KiB", "64KiB", "1MiB", "64MiB"]
 PERCENTILES = (50, 90, 99)

@@ -791,7 +791,7 @@ def rdma(session: nox.Session) -> None:
         run_from_wheels(session, vm, [each for each in session.posargs if each != "--wheel"])
         return
     bench = "--bench" in session.posargs
-    needed = ("rdma-bench",) if bench else ("test", "arrays", "services", "storage")
+    needed = ("rdma-bench",) if bench else ("test", "arrays", "dask", "services", "storage")
     install_project(session, *(each for name in needed for each in group(name)))
     if not here:  # also installs the distribution's packages for the tests
         session.run(*vm, "--prepare")

@@ -8,6 +8,7 @@ import json
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from aioverbs import AccessFlags, Device, QpState, QueuePair, ResourceDomain, ThreadModel, devices, open_device
 from aioverbs._verbs.completion_queue import CompletionQueue
@@ -78,6 +79,11 @@ async def connected(
     assert passive.connected
     assert qp.qp_state is peer_qp.qp_state is QpState.RTS
     return active, passive
+
+
+def established() -> int:
+    """Return how many connections the kernel's connection managers established as the active side."""
+    return sum(int(each.read_text()) for each in Path("/sys/class/infiniband").glob("*/ports/*/cm_tx_msgs/rtu"))
 
 
 def counts() -> dict[str, dict[str, int]]:

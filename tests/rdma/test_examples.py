@@ -2,14 +2,13 @@
 
 import re
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.capabilities import Capability, capabilities
 from tests.conftest import ROOT
 from tests.manager.test_examples import ARGUMENTS, EXPECTED_OUTPUT, REQUIRED_MODULES
-from tests.rdma.cm import address_of, nothing_left
+from tests.rdma.cm import address_of, established, nothing_left
 from tests.rdma.seam import rdma_devices
 from tests.running import run
 
@@ -43,11 +42,6 @@ def lines(name: str, device: str) -> list[str]:
     return EXPECTED_OUTPUT[name]
 
 
-def connected() -> int:
-    """Return how many connections the kernel's connection managers established as the active side."""
-    return sum(int(each.read_text()) for each in Path("/sys/class/infiniband").glob("*/ports/*/cm_tx_msgs/rtu"))
-
-
 @pytest.mark.parametrize("name", EXPECTED_OUTPUT)
 def test_example(name: str) -> None:
     if name in REQUIRED_MODULES:
@@ -55,7 +49,7 @@ def test_example(name: str) -> None:
     device = rdma_devices()[0]
     arguments = [address_of(device)] if name in CONNECTS else ARGUMENTS.get(name, [])
     command = [sys.executable, "-W", "error", str(ROOT / "examples" / f"{name}.py"), *arguments]
-    before = connected()
+    before = established()
     with nothing_left():
         done = run(command, 600)
     complaints = "".join(line for line in done.stderr.splitlines(keepends=True) if NOT_NATIVE not in line)
@@ -67,4 +61,4 @@ def test_example(name: str) -> None:
         assert (done.returncode, complaints) == (0, "")
         for text in lines(name, device):
             assert text in done.stdout
-    assert (connected() > before) == (name in CONNECTS)
+    assert (established() > before) == (name in CONNECTS)

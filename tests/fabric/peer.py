@@ -48,7 +48,7 @@ async def main(sock: socket.socket, model: MessageModel) -> None:
         tasks: list[asyncio.Task[None]] = []
         lent_region: MemoryRegion | None = None
         qps: list[QueuePair] = []
-        lent_memory = bytearray()
+        lent_memory = bytearray(4096)
         region.buffer[:] = pattern(0, SIZE)
         while command := (await reader.readline()).decode().split():
             match command:
@@ -63,8 +63,8 @@ async def main(sock: socket.socket, model: MessageModel) -> None:
                     qps.append(qp)
                     tasks.append(asyncio.create_task(echo(qp)))
                     answer = bytes(qp.local_endpoint()).hex()
-                case ["lend", length]:
-                    lent_memory = bytearray(b"\xa5") * int(length)
+                case ["lend"]:
+                    lent_memory[:] = b"\xa5" * len(lent_memory)
                     lent_region = await domain.register(lent_memory, ACCESS).open()
                     answer = f"{lent_region.address} {lent_region.rkey}"
                 case ["take"] if lent_region is not None:

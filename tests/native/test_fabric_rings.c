@@ -234,21 +234,6 @@ static void small_frames_leave_most_of_a_ring(void)
     close_nodes();
 }
 
-/* A peer sleeps if it wants to be woken for bytes, which its words say. */
-static void it_is_known_that_a_peer_sleeps(void)
-{
-    struct soft_ring_side *words;
-
-    open_nodes();
-    words = honest.link->stream.ring_out.peer;
-    EVENTUALLY(soft_rings_peer_sleeps(honest.link));
-    atomic_fetch_and(&words->wants, ~(uint32_t)SOFT_WANTS_BYTES);
-    CHECK(!soft_rings_peer_sleeps(honest.link));
-    soft_ring_want(words, SOFT_WANTS_BYTES);
-    CHECK(soft_rings_peer_sleeps(honest.link));
-    close_nodes();
-}
-
 static void write_skip(struct soft_stream *peer, uint32_t size, uint32_t from)
 {
     struct soft_frame frame = {.kind = SOFT_FRAME_SKIP, .size = size, .from = from};
@@ -1040,12 +1025,12 @@ static void an_unfinished_link_that_breaks(void)
 }
 
 CHECK_MAIN_ONCE(CASE(indices_out_of_range), CASE(an_index_that_goes_back), CASE(small_frames_leave_most_of_a_ring),
-                CASE(it_is_known_that_a_peer_sleeps), CASE(bytes_to_skip), CASE(garbage_closes_the_stream),
-                CASE(doorbells_for_nothing), CASE(a_frame_in_pieces), CASE(a_peer_that_reads_nothing),
-                CASE(room_that_is_asked_for), CASE(many_peers_that_write), CASE(many_peers_that_skip),
-                CASE(many_peers_that_are_idle), CASE(many_peers_that_read_nothing), CASE(many_peers_that_are_stalled),
-                CASE(many_peers_that_trickle), CASE(a_peer_that_does_not_ring),
-                CASE(memory_that_changes_while_it_is_read), CASE(an_accepting_side_that_lies),
-                CASE(files_that_are_no_rings), CASE(files_that_nobody_asked_for), CASE(more_files_than_welcome_has),
-                CASE(either_side_may_decline), CASE(a_peer_that_ends), CASE(an_unfinished_stream_that_ends),
-                CASE(an_index_that_is_restored), CASE(an_unfinished_link_that_breaks))
+                CASE(bytes_to_skip), CASE(garbage_closes_the_stream), CASE(doorbells_for_nothing),
+                CASE(a_frame_in_pieces), CASE(a_peer_that_reads_nothing), CASE(room_that_is_asked_for),
+                CASE(many_peers_that_write), CASE(many_peers_that_skip), CASE(many_peers_that_are_idle),
+                CASE(many_peers_that_read_nothing), CASE(many_peers_that_are_stalled), CASE(many_peers_that_trickle),
+                CASE(a_peer_that_does_not_ring), CASE(memory_that_changes_while_it_is_read),
+                CASE(an_accepting_side_that_lies), CASE(files_that_are_no_rings), CASE(files_that_nobody_asked_for),
+                CASE(more_files_than_welcome_has), CASE(either_side_may_decline), CASE(a_peer_that_ends),
+                CASE(an_unfinished_stream_that_ends), CASE(an_index_that_is_restored),
+                CASE(an_unfinished_link_that_breaks))

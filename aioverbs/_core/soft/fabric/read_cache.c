@@ -321,7 +321,7 @@ static bool copy_one(const struct soft_read_cache_owner *owner, const struct sof
            preadv(owner->memory, pieces, (int)piece_count, (off_t)read->address) == (ssize_t)read->length;
 }
 
-/* Copy several reads, or a large one, by one system call without a buffer in the kernel. That names the owner by its process number, so it also reads the nonce, out of
+/* Copy several reads by one system call. That names the owner by its process number, so it also reads the nonce, out of
  * the same memory. */
 static bool copy_all(const struct soft_read_cache_owner *owner, const struct soft_read_cache_read *reads,
                      unsigned int count, const struct iovec *pieces, unsigned int piece_count)
@@ -349,8 +349,8 @@ bool soft_read_cache_copy(const struct soft_link *link, uint32_t qp_num, const s
 
     if (!owner || !read_cache_holds(owner, qp_num, reads, count)) /* the copy would be discarded anyway */
         return false;
-    if (!(count == 1 && reads->length <= SOFT_CACHED_READ_BYTES ? copy_one(owner, reads, pieces, piece_count)
-                                                                : copy_all(owner, reads, count, pieces, piece_count)))
+    if (!(count == 1 ? copy_one(owner, reads, pieces, piece_count)
+                     : copy_all(owner, reads, count, pieces, piece_count)))
         return false;
     atomic_thread_fence(memory_order_seq_cst); /* compare the versions after the last byte was copied */
     return read_cache_holds(owner, qp_num, reads, count);

@@ -29,7 +29,6 @@ struct soft_qp;
 struct soft_stream;
 
 #define SOFT_CACHED_READ_BYTES (16u << 10) /* bytes of one read: larger data is copied by its owner, in one copy */
-#define SOFT_CACHED_LONE_BYTES (2u << 20)  /* the same, if the owner sleeps and there is no other request */
 #define SOFT_CACHED_RUN_BYTES (128u << 10) /* bytes of several reads that are copied together */
 enum { SOFT_CACHED_RUN_READS = 32, SOFT_CACHED_RUN_PIECES = 64 }; /* limits of reads that are copied together */
 

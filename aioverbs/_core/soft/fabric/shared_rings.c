@@ -282,28 +282,14 @@ void soft_rings_notify(struct soft_stream *stream, uint32_t what)
         soft_ring_want(stream->ring_out.peer, taken);
 }
 
-static bool wants_bytes(const struct soft_stream *stream)
-{
-    return atomic_load_explicit(&stream->ring_out.peer->wants, memory_order_relaxed) & SOFT_WANTS_BYTES;
-}
-
-bool soft_rings_peer_sleeps(struct soft_link *link)
-{
-    bool sleeps;
-
-    soft_mutex_take(&link->stream.tx); /* it may be about to unmap the rings */
-    sleeps = !soft_stream_uses_rings(&link->stream) || wants_bytes(&link->stream);
-    soft_mutex_give(&link->stream.tx);
-    return sleeps;
-}
-
 struct soft_stream *soft_rings_find_payer(const struct soft_stream *served)
 {
     struct soft_link *link;
     unsigned int i;
 
     assert_held(&served->fabric->progress);
-    if (!soft_stream_uses_rings(served) || !wants_bytes(served))
+    if (!soft_stream_uses_rings(served) ||
+        !(atomic_load_explicit(&served->ring_out.peer->wants, memory_order_relaxed) & SOFT_WANTS_BYTES))
         return NULL;
     for (i = 0; i < 2; i++) {
         link = soft_link_find(served->fabric, &served->peer[i]);

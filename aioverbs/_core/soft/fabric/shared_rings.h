@@ -58,7 +58,6 @@
 #define SOFT_RINGS_FILE (2112u << 10) /* bytes of the memory file of a stream */
 
 struct soft_fabric;
-struct soft_link;
 struct soft_hello;
 struct soft_stream;
 
@@ -89,9 +88,6 @@ void soft_rings_notify(struct soft_stream *stream, uint32_t what);
 /* Return the link whose next doorbell pays for an answer to the peer of a served stream; NULL if there is none, or the
  * peer does not sleep. */
 struct soft_stream *soft_rings_find_payer(const struct soft_stream *served);
-
-/* Return whether the peer of a link seems to sleep: it has asked for a doorbell, or there are no rings. */
-bool soft_rings_peer_sleeps(struct soft_link *link);
 
 /* Owe the doorbell for answers that were just published. */
 void soft_rings_owe(struct soft_stream *served, struct soft_stream *payer);

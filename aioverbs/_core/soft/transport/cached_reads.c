@@ -7,7 +7,6 @@
 #include "soft/fabric/fabric.h"
 #include "soft/fabric/frame.h"
 #include "soft/fabric/read_cache.h"
-#include "soft/fabric/shared_rings.h"
 #include "soft/objects/context.h"
 #include "soft/objects/limits.h"
 #include "soft/objects/mr.h"
@@ -50,28 +49,16 @@ void soft_cached_read_answered(struct soft_qp *qp, const struct soft_frame *fram
     pending->owner_serial = 0;
 }
 
-/* Return whether the requester should make a read of this length. A large one it makes if it is alone and the owner
- * sleeps: waking the owner takes longer than the system call that copies. If the owner polls, both copy at the same time,
- * through a ring. */
-static bool is_worth_reading(struct soft_qp *qp, uint32_t length)
-{
-    const struct soft_window *window = &qp->req.window;
-
-    return length <= SOFT_CACHED_READ_BYTES ||
-           (length <= SOFT_CACHED_LONE_BYTES && window->posted - window->sent == 1 && !soft_is_in_flight(qp) &&
-            soft_rings_peer_sleeps(qp->link));
-}
-
 /* The loads of `special` and of the number of frame fault plans may be relaxed: see enum soft_special. */
 bool soft_cached_read_may(struct soft_qp *qp, const struct soft_wqe *wqe, uint32_t length)
 {
     const struct soft_read_cache_entry *entry = cache_entry_of(qp, wqe->rkey);
     uint64_t offset = entry ? wqe->remote_addr - entry->address : 0;
 
-    return wqe->opcode == IBV_WR_RDMA_READ && entry && entry->owner_serial && entry->key == wqe->rkey && length &&
-           offset <= entry->length && length <= entry->length - offset && soft_port_works(qp) &&
-           !atomic_load_explicit(&qp->context->special, memory_order_relaxed) &&
-           !soft_link_has_frame_faults(qp->link) && is_worth_reading(qp, length);
+    return wqe->opcode == IBV_WR_RDMA_READ && entry && entry->owner_serial && entry->key == wqe->rkey &&
+           length - 1 < SOFT_CACHED_READ_BYTES && offset <= entry->length && length <= entry->length - offset &&
+           soft_port_works(qp) && !atomic_load_explicit(&qp->context->special, memory_order_relaxed) &&
+           !soft_link_has_frame_faults(qp->link);
 }
 
 /* Reads that are made together. */

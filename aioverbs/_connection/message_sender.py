@@ -385,7 +385,7 @@ class MessageSender:
 
         :param length: number of the bytes.
         """
-        if length < self._announced_bytes:
+        if min(length, self._max_message) < self._announced_bytes:
             return self.fragment_size
         return min(_PIECE_BYTES, self._max_message)
 

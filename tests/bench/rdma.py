@@ -145,12 +145,14 @@ class Benchmarks:
         python = (sys.executable, "-P")
         self._library = (*python, str(HERE / "rdma_library.py"))
         self._peer = (*python, str(HERE / "rdma_peer.py"))
+        self._connection = (*python, str(HERE / "rdma_connection.py"))
         self.all: dict[str, Callable[[], Awaitable[Result]]] = {
             "polling": self.polling,
             "sleeping": self.sleeping,
             "window": self.window,
             "large": self.large,
             "echo": self.echo,
+            "connection": self.connection,
         }
 
     def _work(self, what: str, length: int, window: int, operations: int, far: str) -> Work:
@@ -244,6 +246,21 @@ class Benchmarks:
                 }
         limits = {"handles_to_c": Limit(at_least=0.6), "handles_to_by_hand": Limit(at_least=1.8)}
         return Result("echo_8", figures, limits)
+
+    async def connection(self) -> Result:
+        """Measure echoes of 8 bytes with another process over a connection, and over a queue pair (`raw`).
+
+        One after the other, and 64 in flight. All contenders wait for the completion channel.
+        """
+        contenders = {"connection": Contender(self._connection, "DEFAULT"), "raw": Contender(self._library, "DEFAULT")}
+        figures: dict[str, float] = {}
+        for name, window, operations in (("one", 1, 1000), ("window", WINDOW, 5000)):
+            taken = await measure(self._work("echo", 8, window, operations, self._far), contenders, self._rounds)
+            ours, raw = taken["connection"], taken["raw"]
+            figures |= {f"{name}_us": ours.us, f"{name}_raw_us": raw.us, f"{name}_to_raw": ours.us / raw.us}
+            figures |= {f"{name}_quiet_to_raw": raw.quicker_than(ours)}
+        limits = {"one_to_raw": Limit(at_most=1.3), "window_to_raw": Limit(at_most=1.3)}
+        return Result("connection_echo_8", figures, limits)
 
 
 async def main() -> int:

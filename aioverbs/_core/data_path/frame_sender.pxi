@@ -35,9 +35,9 @@ cdef inline uint32_t _get_number(const char *at) noexcept:
 cdef class FrameSender:
     """Sender of a connection's frames: copies each to a send buffer and posts it, which uses a credit.
 
-    The buffer that became free first is used next, because a buffer that the peer of a software device has just read is
-    still in the peer's CPU cache, and slow to write to. Sends of a queue pair complete in order, so that the buffers
-    are used in turn, and those in flight are neighbours. An idle connection has used none.
+    The buffers are used in turn, and from the first one again if none is in flight, so that an end that sends one message
+    at a time uses no more memory. Sends of a queue pair complete in order, so those in flight are neighbours. An idle
+    connection has used none.
 
     Short messages share a frame: a send that is posted at the end of the loop's turn, or before the next request of its
     queue. Until then, messages are added to it, each after its length.
@@ -162,8 +162,7 @@ cdef class FrameSender:
         return self.in_flight < self.count
 
     cdef inline char *_buffer(self) noexcept:
-        # Return the memory of the next buffer, which is free. If all are, begin with the first one again: an end that
-        # sends one message at a time touches no other.
+        # Return the memory of the next buffer, which is free.
         if not self.in_flight:
             self.next = 0
         return <char *><uintptr_t>(self.memory._address + self._offset())

@@ -39,10 +39,11 @@
 /* Bytes at the begin of a ring that are enough as long as it becomes empty now and then, as rings do without large
  * data: the producer goes back there (soft_ring_rest), so that the others are not touched. After something of
  * SOFT_RING_LARGE bytes or more, it uses more of them before it goes back: two processes that copy at the same time are
- * slower where one of them has just copied. */
-#define SOFT_RING_SPAN (SOFT_RING_SIZE / 64)
+ * slower where one of them has just copied. Just after going back, there is no more room than this, until the consumer
+ * has seen it. */
+#define SOFT_RING_SPAN (SOFT_RING_SIZE / 32)
 #define SOFT_RING_LARGE_SPAN (SOFT_RING_SIZE / 4)
-#define SOFT_RING_LARGE SOFT_RING_SPAN
+#define SOFT_RING_LARGE (SOFT_RING_SPAN / 2)
 
 /* Reasons to wake a side: bits of `wants`. */
 enum {

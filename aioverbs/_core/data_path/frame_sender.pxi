@@ -35,9 +35,9 @@ cdef inline uint32_t _get_number(const char *at) noexcept:
 cdef class FrameSender:
     """Sender of a connection's frames: copies each to a send buffer and posts it, which uses a credit.
 
-    The buffers are used in turn, and from the first one again if none is in flight, so that an end that sends one message
-    at a time uses no more memory. Sends of a queue pair complete in order, so those in flight are neighbours. An idle
-    connection has used none.
+    The buffers are used in turn, and from the first one again if none is in flight, so that an end that sends one
+    message at a time uses no more memory. Sends of a queue pair complete in order, so those in flight are neighbours.
+    An idle connection has used none.
 
     Short messages share a frame: a send that is posted at the end of the loop's turn, or before the next request of its
     queue. Until then, messages are added to it, each after its length.

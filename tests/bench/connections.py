@@ -6,7 +6,6 @@ Run as a script, this is the peer process of the echoes.
 import asyncio
 import contextlib
 import gc
-import os
 import sys
 import tempfile
 import time
@@ -22,6 +21,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # for running this as
 from aioverbs import Connection, ConnectionSettings, MessageModel, connect, listen, open_device, serve
 from tests.bench.measuring import Contender, Limit, Result, interleaved
 from tests.bench.peers import HOST, PeerProcess, peer_process, standard_input
+from tests.resident import resident_bytes
 
 __all__ = ["echo", "idle", "setup"]
 
@@ -68,11 +68,6 @@ async def setup(count: int) -> Result:
 # ---- Cost of an idle connection
 
 
-def _resident() -> int:
-    """Return the resident memory of this process in bytes."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
-
-
 async def idle(count: int) -> Result:
     """Measure the memory of idle connections, all in, and what more of them leave that were opened and closed. Both
     ends are in this process.
@@ -90,15 +85,15 @@ async def idle(count: int) -> Result:
             for end in each:
                 await end.aclose()
         gc.collect()
-        before = _resident()
+        before = resident_bytes()
         kept = [end for _ in range(count) for end in await connect_one()]
         gc.collect()
-        idle_bytes = _resident() - before
+        idle_bytes = resident_bytes() - before
         for _ in range(10 * count):
             for end in await connect_one():
                 await end.aclose()
         gc.collect()
-        left_bytes = _resident() - before
+        left_bytes = resident_bytes() - before
         for end in kept:
             end.abort()
         figures = {

@@ -17,14 +17,13 @@ from pathlib import Path
 
 from distributed import Scheduler, rpc
 
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # for running this as a script
+
+from tests.resident import resident_bytes
+
 SCHEMES = ("tcp", "aioverbs")
 _PR_SET_PDEATHSIG = 1
 _IDLE_S = 3.0  # after the last call, before the memory is read
-
-
-def _resident() -> int:
-    """Return the resident memory of this process in bytes."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
 async def _call(address: str, calls: int, done: int) -> None:
@@ -52,14 +51,14 @@ def _start_client(calls: int, done: int) -> int:
 async def _schedule(scheme: str, clients: list[int], done: int) -> None:
     """Run a scheduler, and print its memory before and after the clients have connected."""
     async with Scheduler(protocol=scheme, host="127.0.0.1", dashboard=False) as scheduler:
-        before = _resident()
+        before = resident_bytes()
         for client in clients:
             os.write(client, scheduler.address.encode())
         left = len(clients)
         while left:
             left -= len(await asyncio.to_thread(os.read, done, left))
         await asyncio.sleep(_IDLE_S)
-        after = _resident()
+        after = resident_bytes()
     each = (after - before) / len(clients)
     print(f"{scheme:>9}: {after / (1 << 20):.1f} MiB, {each / 1024:.0f} KiB for each connection", flush=True)
 

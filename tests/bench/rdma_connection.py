@@ -6,10 +6,7 @@ MODEL is the name of a message model. Each message is awaited when it is sent an
 """
 
 import asyncio
-import resource
 import sys
-import time
-from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
@@ -17,15 +14,10 @@ import uvloop
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # for running this as a script
 
-from aioverbs import CompletionQueue, Connection, ConnectionSettings, MessageModel, connect, listen, open_device
+from aioverbs import Connection, ConnectionSettings, MessageModel, connect, listen, open_device
 from aioverbs._connection.shared_queues import completion_queue_for
 from tests.bench.peers import HOST
-
-
-def exchange_lines(line: str) -> str:
-    """Send a line to the other process, and return its line."""
-    print(line, flush=True)
-    return sys.stdin.readline().strip()
+from tests.bench.rdma_library import exchange_lines, timed
 
 
 async def ask(connection: Connection, message: bytes, window: int, operations: int) -> None:
@@ -42,19 +34,6 @@ async def answer(connection: Connection, operations: int) -> None:
     """Send messages back."""
     for _ in range(operations):
         await connection.send(await connection.receive())
-
-
-async def measure(work: Callable[[int], Awaitable[None]], cq: CompletionQueue, operations: int) -> str:
-    """Run a tenth of the operations as a warm-up, then measure all; return the output line."""
-    exchange_lines("ready")
-    await work(operations // 10 + 1)
-    slept, began = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw, time.perf_counter_ns()
-    events = cq.statistics().wakeups
-    await work(operations)
-    took = time.perf_counter_ns() - began
-    slept = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - slept
-    await asyncio.sleep(0)  # messages that share a frame leave at the end of the turn
-    return f"{took / operations} {slept / operations} {(cq.statistics().wakeups - events) / operations}"
 
 
 def settings_for(window: int) -> ConnectionSettings:
@@ -83,7 +62,9 @@ async def echo(what: str, model: str, length: int, window: int, operations: int,
         async with connection:
             cq = completion_queue_for(domain, settings)  # that of the connection, which has room for more
             work = partial(ask, connection, bytes(length), window) if what == "ask" else partial(answer, connection)
-            result = await measure(work, cq, operations)
+            exchange_lines("ready")
+            result = await timed(work, cq, operations)
+            await asyncio.sleep(0)  # messages that share a frame leave at the end of the turn
             exchange_lines("done")
     print(result)
 

@@ -2,8 +2,6 @@
 
 import asyncio
 import contextlib
-import os
-from pathlib import Path
 
 import pytest
 
@@ -13,6 +11,7 @@ from aioverbs._lifecycle.turns import OPENING, spend
 from tests.connections.ends import HOST
 from tests.core.children import SANITIZED
 from tests.garbage import collect_garbage
+from tests.resident import resident_bytes
 
 SMALL = ConnectionSettings(buffer_size=4096)
 LARGE = ConnectionSettings(buffer_size=1 << 20)
@@ -35,9 +34,9 @@ async def test_concurrent_connections_share_one_pool(device: Device, settings: C
             block.release()
 
 
-def resident_bytes() -> int:
+def resident_now() -> int:
     collect_garbage()
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+    return resident_bytes()
 
 
 @pytest.mark.skipif(SANITIZED, reason="the address sanitizer keeps freed memory")
@@ -57,15 +56,15 @@ async def test_idle_connections_need_little_memory(device: Device) -> None:
                     await near.send(bytes(length))
                     assert len(await far.receive()) == length
 
-        new = resident_bytes()
+        new = resident_now()
         async with contextlib.AsyncExitStack() as stack:  # what all connections share is made first
             await open_all(stack, 32, 100)
-            assert (resident_bytes() - new) / (2 * count) < 192 << 10, "a page of each buffer, and no huge page"
-        at_first = resident_bytes()
+            assert (resident_now() - new) / (2 * count) < 192 << 10, "a page of each buffer, and no huge page"
+        at_first = resident_now()
         async with contextlib.AsyncExitStack() as stack:
             await open_all(stack, 0)
-            assert (resident_bytes() - at_first) / (2 * count) < 24 << 10, "not one buffer of 64 KiB"
+            assert (resident_now() - at_first) / (2 * count) < 24 << 10, "not one buffer of 64 KiB"
         async with contextlib.AsyncExitStack() as stack:
             await open_all(stack, 32)
-            assert resident_bytes() - at_first > count << 19, "each receive buffer was used"
-        assert resident_bytes() - at_first < 2 * count << 17, "what is left is the heap's, and does not grow"
+            assert resident_now() - at_first > count << 19, "each receive buffer was used"
+        assert resident_now() - at_first < 2 * count << 17, "what is left is the heap's, and does not grow"

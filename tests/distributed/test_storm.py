@@ -23,6 +23,7 @@ from distributed import Client, LocalCluster
 from tests.descriptors import descriptors, files
 from tests.garbage import collect_garbage
 from tests.pace import fewer, patience
+from tests.resident import resident_bytes
 from tests.running import wait_for_ends
 from tests.waiting import until
 
@@ -235,11 +236,6 @@ def shared_memory() -> list[str]:
     return sorted(fields[5] for fields in (line.split(maxsplit=5) for line in lines) if fields[1].endswith("s"))
 
 
-def resident() -> int:
-    """Return the resident memory of this process in bytes."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
-
-
 def use_cluster() -> None:
     """Start a cluster in this process, move arrays between its workers, and close it."""
     with (
@@ -265,11 +261,11 @@ def test_clusters_of_one_process_leave_nothing(clusters: int) -> None:
     for _ in range(2):
         use_cluster()
     collect_garbage()
-    before, mapped, memory = len(descriptors()), shared_memory(), resident()
+    before, mapped, memory = len(descriptors()), shared_memory(), resident_bytes()
     for _ in range(clusters):
         use_cluster()
     collect_garbage()
     after = descriptors()
     assert len(after) <= before, files(after)
     assert len(shared_memory()) <= len(mapped), (mapped, shared_memory())
-    assert resident() < memory + GROWTH_BYTES
+    assert resident_bytes() < memory + GROWTH_BYTES

@@ -13,6 +13,9 @@ reads that are in flight, and answers with REVOKED.
 If the call of the receiver is cancelled, the reads go on, and the next call gets the message. Only memory of the caller
 is not written to after the call.
 
+Answers to messages of less than 4 MiB, which the sender has copied so that nobody waits for them, leave at the end of
+the loop's turn: while one is in flight, a read behind it could not end before the peer's device is awake.
+
 ANNOUNCE uses a credit until the user has received the message, so no more messages wait here than with fragments. The
 answer uses no credit: see `max_announced`.
 """
@@ -54,6 +57,7 @@ _FIRST_BYTES_IN_FLIGHT = 1 << 20
 _MIN_BYTES_IN_FLIGHT = 128 << 10
 _MAX_BYTES_IN_FLIGHT = 64 << 20
 _READ_BYTES = 64 << 20
+_HELD_BYTES = 4 << 20  # from which the answer to a message leaves at once
 _END_TIMEOUT_S = 5.0  # for the reads of a cancelled call to memory of the caller
 
 _ENDED = (BrokenResourceError, ClosedResourceError, WorkCompletionError)
@@ -174,6 +178,7 @@ class AnnouncedMessages:
         self._unanswered: dict[int, AnnouncedMessage] = {}  # by number
         # Numbers that the peer may still withdraw before it gets the answer, at most `_limit`.
         self._answered: list[int] = []
+        self._held: list[int] = []  # numbers whose answers are sent at the end of the loop's turn
 
     def add(self, number: int, data: bytes, flags: int) -> AnnouncedMessage | None:
         """Accept an announced message.
@@ -236,7 +241,16 @@ class AnnouncedMessages:
         message.reading = None
         self._answered.append(message.number)
         del self._answered[: -self._limit]
-        self._sender.send_answer(message.number)
+        self._held.append(message.number)
+        if message.length >= _HELD_BYTES or len(self._held) > self._limit // 2:
+            self._send_answers()
+        elif len(self._held) == 1:
+            running_loop().call_soon(self._send_answers)
+
+    def _send_answers(self) -> None:
+        """Send the answers that are held back."""
+        while self._held:
+            self._sender.send_answer(self._held.pop(0))
 
     async def read(self, message: AnnouncedMessage) -> memoryview | None:
         """Read a message into memory of the library, and answer it.

@@ -28,9 +28,9 @@ from aioverbs.types import AccessFlags
 
 __all__ = ["Announcer"]
 
-# Length up to which a message is copied before it is announced. The copy takes some 30 us for each MiB, less than the
+# Length below which a message is copied before it is announced. The copy takes some 30 us for each MiB, less than the
 # work of a memory window; for longer ones, memory bandwidth matters more.
-_COPIED_BYTES = 2 << 20
+_COPIED_BYTES = 4 << 20
 _BYTES_PER_UNIT = 8192  # copied bytes for each unit of the budget of a turn, as in `_core/data_path/loop_budget.h`
 _SHORT_BYTES = 4096  # shorter parts of a message are sent with its announcement
 _MAX_UNREAD_BYTES = 8 << 20  # of messages that the peer has not read although `send` has returned
@@ -70,9 +70,9 @@ async def _finished() -> None:
 class Announcer:
     """Sender of announced messages.
 
-    A message up to 2 MiB is copied: see `Staging`. For a longer one, the peer gets keys, which give access to exactly
-    its memory until it was read. These are memory windows, which cost little, over registrations that stay in the
-    cache; or registrations for the one message, if it is announced without waiting, the device has no windows, the
+    A message of less than 4 MiB is copied: see `Staging`. For a longer one, the peer gets keys, which give access to
+    exactly its memory until it was read. These are memory windows, which cost little, over registrations that stay in
+    the cache; or registrations for the one message, if it is announced without waiting, the device has no windows, the
     memory may be resized afterwards, or its object ends with the message, such as the view of an array that was made to
     send it.
 
@@ -103,7 +103,7 @@ class Announcer:
         self._waiter: asyncio.Future[None] | None = None  # the one call that waits for that, with the sender's lock
         self._unread_bytes = 0
         self._unanswered: set[asyncio.Future[None]] = set()
-        self._staging = Staging(channel, grants, memory, self._run)
+        self._staging = Staging(channel, base, grants, memory, self._run)
         self._finishing: set[asyncio.Task[None]] = set()
 
     async def announce(
@@ -170,7 +170,7 @@ class Announcer:
 
     def _may_copy(self, length: int) -> bool:
         """Return whether a message of a length in bytes is copied, as it is short and few others are unread."""
-        return length <= _COPIED_BYTES and self._unread_bytes + length <= _MAX_UNREAD_BYTES
+        return length < _COPIED_BYTES and self._unread_bytes + length <= _MAX_UNREAD_BYTES
 
     async def _room_for_copy(self, length: int) -> Copy | None:
         """Return memory for the copy of a message, when there are a credit and a buffer for its announcement.

@@ -314,7 +314,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         Messages of one task arrive in the order of its calls. Tasks that send at the same time have no order among each
         other.
 
-        A message of 320 KiB or more does not go through buffers: the peer's receive call reads it. Up to 2 MiB it is
+        A message of 192 KiB or more does not go through buffers: the peer's receive call reads it. Below 4 MiB it is
         copied, as long as the peer has at most 8 MiB of such messages to receive. A longer one is read from the memory
         of `item`: the await returns when the peer has received it, or has dropped it because it closes its end. As for
         a short message, that the await returns does not say that the peer's user got the message. If the memory belongs
@@ -323,7 +323,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         `item` is a memoryview of an object that nothing else refers to.
 
         If the await is cancelled, the peer receives no part of the message; or all of it, if it was just receiving a
-        message of more than 2 MiB.
+        message of 4 MiB or more.
 
         :param item: the message, 0 bytes up to the peer's ``max_message``: a contiguous buffer of any format, or a list
             or tuple of them, which the peer receives as one message. The parts are not joined first.
@@ -637,7 +637,7 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
     def as_byte_stream(self) -> "anyio.abc.ByteStream":
         """Return a new `anyio.abc.ByteStream` over this connection, without message boundaries.
 
-        Of more than 2 MiB that are sent at once, no copy is made, but of a last piece of at most 2 MiB: the peer reads
+        Of 4 MiB or more that are sent at once, no copy is made, but of a last piece of less than 4 MiB: the peer reads
         them from where they are.
 
         Closing the stream closes the connection.

@@ -31,10 +31,10 @@ from aioverbs.errors import (
 __all__ = ["MessageSender", "check_immediate"]
 
 _NULL_REMOTE = RemoteRegion(0, 0, 0)
-# Length from which a message is announced: at least the first, and up to the second if half of the peer's receives take
-# it. Between two processes on soft0, with buffers of 64 KiB, a message of 256 KiB takes 62 us one way in fragments, and
-# 126 us if it is announced; in a comm of Dask, 370 and 530 us. One of 512 KiB takes 300 and 185 us.
-_ANNOUNCED_BYTES = (192 << 10, 320 << 10)
+# Length from which a message is announced, if it is longer than a fragment. Between two processes on soft0, with
+# buffers of 64 KiB, a message of 256 KiB there and back takes 0.7 times as long as in fragments, and one of 128 KiB 1.2
+# times.
+_ANNOUNCED_BYTES = 192 << 10
 # Length up to which messages share a frame. Between two processes on soft0, messages of 8 KiB cost both 34 us of CPU
 # time each in frames of their own, and 8 us in shared ones; with the usual buffers, longer ones would share with few.
 _SHARING_BYTES = 16 << 10
@@ -97,8 +97,7 @@ class MessageSender:
         """
         self._credits = credit
         if announces:
-            least, most = _ANNOUNCED_BYTES
-            self._announced_bytes = max(fragment_size, least, min(depth // 2 * fragment_size, most))
+            self._announced_bytes = max(fragment_size, _ANNOUNCED_BYTES)
         self._max_own_requests = _OWN_REQUESTS_PER_RECEIVE * (depth + 1)
         self.fragment_size = fragment_size
         self._max_message = max_message
@@ -117,7 +116,7 @@ class MessageSender:
 
         This waits until a credit and a send buffer are available for each fragment. If both are there for the only
         fragment, it returns without waiting, unless so many messages were sent in this turn of the loop that other
-        tasks should run. A long message is announced, up to 2 MiB from a copy. For a longer one, this waits until the
+        tasks should run. A long message is announced, below 4 MiB from a copy. For a longer one, this waits until the
         peer has read it, unless its memory cannot change. If the call is cancelled or raises, the peer receives no part
         of the message; or all of it, if the peer has read it by then.
 

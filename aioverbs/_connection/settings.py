@@ -22,8 +22,8 @@ class ConnectionSettings:
 
     The buffers are registered memory: `receive_depth` + 2 + `send_buffers` buffers of `buffer_size` bytes each.
 
-    :param buffer_size: size of a buffer in bytes, 512..2**30. Longer messages are sent in fragments. Those of 320 KiB
-        or more are read by the peer: with smaller buffers or fewer receives than the usual ones, of 192 KiB or more.
+    :param buffer_size: size of a buffer in bytes, 512..2**30. Longer messages are sent in fragments. Those of 192 KiB
+        or more are read by the peer.
     :param receive_depth: number of receives kept posted, 4..1023, which limits the fragments in flight from the peer.
         One eighth of them, rounded down, is kept for answers to long messages that this end sends.
     :param send_buffers: number of fragments that may be in flight to the peer, 1..2**16.

@@ -1,5 +1,6 @@
 """Registered memory of one connection, to which long messages are copied for the peer to read."""
 
+import contextlib
 import copy
 import ctypes
 import weakref
@@ -11,9 +12,11 @@ from aioverbs._connection.gather import join_into
 from aioverbs._connection.grants import Grants
 from aioverbs._connection.message_channel import MessageChannel
 from aioverbs._connection.recycled_memory import RecycledMemory, rounded
-from aioverbs._core.data_path.data_path import RemoteRegion
+from aioverbs._core.data_path.data_path import RegionSlice, RemoteRegion
+from aioverbs._core.handles import handles
 from aioverbs._lifecycle.affinity import running_loop
-from aioverbs._memory.region import MemoryRegion, MemoryWindow
+from aioverbs._lifecycle.resource import lifecycle_of
+from aioverbs._memory.region import MemoryRegion, MemoryWindow, register_file
 from aioverbs.errors import VerbsError
 from aioverbs.types import AccessFlags
 
@@ -28,14 +31,22 @@ class Copy:
     :param memory: the memory.
     :param key: gives the peer access to it.
     :param remote: its address, length and key.
+    :param file: registration of the memory, if it is a file of its own; None for memory of the domain.
     """
 
-    __slots__ = ("_memory", "key", "remote", "used_at")
+    __slots__ = ("_memory", "file", "key", "remote", "used_at")
 
-    def __init__(self, memory: memoryview, key: MemoryWindow | MemoryRegion, remote: RemoteRegion) -> None:
+    def __init__(
+        self,
+        memory: memoryview,
+        key: MemoryWindow | MemoryRegion,
+        remote: RemoteRegion,
+        file: handles.MemoryRegion | None,
+    ) -> None:
         self._memory = memory
         self.key = key
         self.remote = remote
+        self.file = file
         self.used_at = 0.0  # when it was last given back, by the monotonic clock
 
     def __len__(self) -> int:
@@ -57,10 +68,13 @@ class Staging:
     the protection domain can use them; only where the device has none, they are registrations, whose keys any of these
     peers can guess.
 
-    The memory is the domain's for received messages. It goes back there a second after it was last used, and when the
-    connection has been closed: then the queue pair has taken back the keys.
+    On the software device, each copy is a file, which the peer maps: then it reads a message as fast as its own memory,
+    and wakes nobody. On other devices, and where the process cannot make files, the memory is the domain's for received
+    messages. It goes back there a second after it was last used, and when the connection has been closed: then the
+    queue pair has taken back the keys.
 
     :param channel: message channel of the connection.
+    :param base: the protection domain.
     :param grants: makes the keys.
     :param memory: memory of the domain.
     :param run: runs a coroutine in a task of its own.
@@ -69,11 +83,13 @@ class Staging:
     def __init__(
         self,
         channel: MessageChannel,
+        base: handles.ProtectionDomain,
         grants: Grants,
         memory: RecycledMemory,
         run: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
         self._channel = channel
+        self._base = base
         self._grants = grants
         self._memory = memory
         self._run = run
@@ -95,10 +111,28 @@ class Staging:
         """
         if self._idle:
             await self._close(self._idle.pop())
-        region, memory = await self._memory.take(rounded(length))
+        region, memory, file = await self._new_memory(rounded(length))
+        try:
+            key, remote = await self._grants.make_key(self._channel.qp, region, AccessFlags.REMOTE_READ)
+        except BaseException:
+            if file is not None and not region.pins:  # else the end of the queue pair releases it
+                self._release(file)
+            raise
+        return Copy(memory, key, remote, file)
+
+    async def _new_memory(self, size: int) -> tuple[RegionSlice, memoryview, handles.MemoryRegion | None]:
+        """Return memory that has contained nothing, registered and as a memoryview, and the registration of its file;
+        None for memory of the domain.
+
+        :raises Exception: whatever `make` raises.
+        """
+        if self._base.context.software:
+            with contextlib.suppress(OSError):  # without a file, the peer reads more slowly
+                region, file = register_file(lifecycle_of(self._channel.qp), self._base, size)
+                return region, region.buffer, file
+        region, memory = await self._memory.take(size)
         ctypes.memset(region.address, 0, len(memory))  # messages of other peers
-        key, remote = await self._grants.make_key(self._channel.qp, region, AccessFlags.REMOTE_READ)
-        return Copy(memory, key, remote)
+        return region, memory, None
 
     def give_back(self, message: Copy, _: object = None) -> None:
         """Use memory again, because the peer has read the message, or the connection has ended."""
@@ -140,9 +174,19 @@ class Staging:
         """Take back a key. If that fails, the connection breaks, and closing the queue pair takes it back."""
         try:
             await message.key.aclose()
+            if message.file is not None:
+                self._release(message.file)
         except VerbsError as error:
             self._stuck.append(message)
             self._channel.fail(f"the key of a message could not be invalidated: {error}", copy.copy(error))
+
+    def _release(self, file: handles.MemoryRegion) -> None:
+        """Deregister memory that no key leads to.
+
+        :raises VerbsError: the verb failed. The end of the queue pair deregisters it.
+        """
+        file.destroy()
+        lifecycle_of(self._channel.qp).detach(file)
 
 
 def _trim(reference: "weakref.ref[Staging]") -> None:

@@ -17,7 +17,7 @@ from tests.fabric.two import end
 from tests.pace import patience
 from tests.waiting import until
 
-VERSION = 2
+VERSION = 3
 OTHER_VERSION = VERSION + 1
 MAGIC = b"aioverbs"
 HEAD = struct.Struct("<8sHHI")  # magic, version, flags; in a WELCOME also: refused

@@ -2,8 +2,13 @@
 
 import asyncio
 import contextlib
+import errno
+import fcntl
+import os
 import random
-from collections.abc import Callable
+import resource
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +20,15 @@ from aioverbs import (
     MessageModel,
     QpState,
     QueuePair,
+    RegionSlice,
     RemoteRegion,
+    VerbsError,
     WcStatus,
     WorkCompletionError,
 )
+from aioverbs._core.software.software import share_region
+from aioverbs._lifecycle.resource import lifecycle_of
+from aioverbs._memory.region import register_file
 from tests.data_path.ends import ACCESS, LONG_TIMEOUT, PEERS
 from tests.devices import remote_device
 from tests.fabric.test_frames import QUICK, SIZE, Scene, pattern, scene
@@ -28,7 +38,7 @@ from tests.pace import patience
 PAGE = 4096
 MAX_CACHED_READ = 16 * 1024  # longest read that uses a remembered permission, in bytes
 # Permissions that a queue pair remembers, and words that record revocations; the number of a key selects both.
-SLOTS, WORDS = 4, 251
+SLOTS, WORDS = 16, 251
 
 direct_only = pytest.mark.parametrize("device", ["direct-inline"], indirect=True)
 models = pytest.mark.parametrize("model", MessageModel, ids=lambda model: model.name)
@@ -345,3 +355,107 @@ async def test_memory_of_a_killed_owner_is_not_read() -> None:
         with pytest.raises(WorkCompletionError) as caught:
             await qp.read(here.region[:PAGE], there.region[:PAGE])
         assert caught.value.status is WcStatus.RETRY_EXC_ERR
+
+
+# ---- Files that the peer maps
+
+
+@contextlib.asynccontextmanager
+async def bound_file(here: Scene, size: int) -> AsyncIterator[tuple[RegionSlice, RemoteRegion]]:
+    """Register a memory file with the queue pair at the other end, and yield it, and a window over all of it."""
+    far = here.pair.far
+    memory, registration = register_file(lifecycle_of(far), here.pair.remote_domain.base.handle, size)
+    async with here.pair.remote_domain.memory_window() as window:
+        yield memory, await far.bind_window(window, memory, AccessFlags.REMOTE_READ)
+    registration.destroy()
+    lifecycle_of(far).detach(registration)
+
+
+@direct_only
+@pytest.mark.parametrize("size", [8, MAX_CACHED_READ + 1, 1 << 20])
+async def test_reads_of_a_mapped_file_send_no_requests(device: Device, size: int) -> None:
+    async with (
+        scene(device) as here,
+        bound_file(here, 1 << 20) as (memory, remote),
+        here.pair.domain.register(1 << 20) as local,
+    ):
+        assert await is_cached(here, remote)
+        before = requests_sent(device)
+        for seed, at in enumerate((0, 1, (1 << 20) - size)):
+            at = min(at, (1 << 20) - size)
+            memory.buffer[:] = random.Random(seed).randbytes(1 << 20)
+            pieces = [local[: size // 2], local[size // 2 : size]]
+            await here.pair.near.read(pieces, remote[at : at + size])
+            assert local.buffer[:size] == memory.buffer[at : at + size]
+        assert requests_sent(device) == before
+
+
+@direct_only
+async def test_small_reads_of_a_mapped_file_are_combined(device: Device) -> None:
+    async with scene(device) as here, bound_file(here, 1 << 20) as (memory, remote):
+        memory.buffer[:] = random.Random(3).randbytes(1 << 20)
+        assert await is_cached(here, remote)
+        before = requests_sent(device)
+        starts = range(0, SIZE - 64, 64)
+        await asyncio.gather(*(here.pair.near.read(here.local[at : at + 64], remote[at : at + 64]) for at in starts))
+        for at in starts:
+            assert here.local.buffer[at : at + 64] == memory.buffer[at : at + 64]
+        assert requests_sent(device) == before
+
+
+@direct_only
+async def test_a_file_is_not_read_when_its_window_is_gone(device: Device) -> None:
+    async with scene(device) as here, bound_file(here, 1 << 20) as (memory, remote):
+        assert await is_cached(here, remote)
+        await here.pair.far.invalidate(remote.rkey)
+        memory.buffer[:8] = b"a secret"
+        with pytest.raises(WorkCompletionError) as caught:
+            await here.pair.near.read(here.local[:8], remote[:8])
+        assert caught.value.status is WcStatus.REM_ACCESS_ERR
+        assert bytes(here.local.buffer[:8]) != b"a secret"
+
+
+@direct_only
+async def test_mappings_end_with_the_queue_pair(device: Device) -> None:
+    def mapped() -> int:
+        return sum("memfd:aioverbs-messages" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+    async with scene(device) as here, contextlib.AsyncExitStack() as files:
+        for count in range(1, 4):
+            remote = (await files.enter_async_context(bound_file(here, PAGE)))[1]
+            assert await is_cached(here, remote)
+            assert mapped() == 2 * count  # the owner's is in this process, too
+        here.pair.near.to_reset()
+        assert mapped() == 3
+    assert not mapped()
+
+
+async def test_only_the_file_of_a_region_is_shared(device: Device) -> None:
+    async with scene(device) as here:
+        handle = here.remote.handle
+        length = len(here.remote)
+
+        def refused(descriptor: int, code: int = errno.EINVAL) -> None:
+            with pytest.raises(VerbsError) as caught:
+                share_region(handle, descriptor)
+            assert caught.value.errno == code
+
+        descriptor = os.memfd_create("aioverbs-test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(descriptor, length)
+            refused(descriptor)  # not sealed
+            os.ftruncate(descriptor, length - 1)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            refused(descriptor)  # too short
+        finally:
+            os.close(descriptor)
+        refused(0)
+        refused(-1)
+
+
+@direct_only
+async def test_few_descriptors_are_left_to_others(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (8, 8))
+    async with scene(device) as here:
+        with pytest.raises(OSError, match="Too many open files"):
+            register_file(lifecycle_of(here.pair.far), here.pair.remote_domain.base.handle, PAGE)

@@ -374,6 +374,7 @@ static bool answer(struct soft_stream *stream, const struct soft_frame *asked)
         frame.flags |= SOFT_FRAME_READ_CACHE;
         frame.address = one_in(2) ? (uintptr_t)payload : any(1 << 20);
         frame.compare_add = frame.part + any(4096);
+        frame.imm = one_in(2) ? any(64) : 0; /* any of this process's own descriptors */
     }
     frame.size = frame.flags & SOFT_FRAME_DIRECT ? 0 : frame.part;
     piece.iov_len = frame.size;

@@ -9,13 +9,16 @@
 #include <fcntl.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include "soft/base/epoch.h"
 #include "soft/base/fork_fds.h"
+#include "soft/base/memfd.h"
 #include "soft/fabric/poll_loop.h"
+#include "soft/fabric/read_cache.h"
 #include "soft/fabric/stream.h"
 #include "soft/fabric/stream_rx.h"
 #include "soft/objects/comp_channel.h"
@@ -653,6 +656,72 @@ static void a_peer_falls_silent(void)
     close_both();
 }
 
+/* ---- Files of the owner --------------------------------------------------------------------------------------- */
+
+static bool is_mapped(const struct soft_link *link, uint32_t number, uint64_t length)
+{
+    const struct soft_read_cache_owner *owner = atomic_load(&link->read_cache_owner);
+    struct soft_read_cache_entry entry = {0};
+    bool mapped;
+
+    REQUIRE(owner != NULL);
+    REQUIRE(soft_read_cache_note(link, 17 << 8, 5, &entry));
+    entry.length = length;
+    soft_read_cache_map(link, &entry, number);
+    mapped = entry.memory;
+    if (mapped)
+        CHECK(entry.memory[length - 1] == 0xa5);
+    soft_read_cache_clear(&entry, 1);
+    CHECK(!entry.memory && !entry.owner_serial);
+    return mapped;
+}
+
+/* Of all files that the owner of memory may name, only one that is sealed, small and long enough is mapped. */
+static void only_sealed_small_files_are_mapped(void)
+{
+    struct sender sender;
+    int pipes[2], fd, unsealed;
+    uint8_t byte = 0xa5;
+    unsigned int i, before;
+
+    open_both();
+    sender_open(&sender, a, &b->device.gids[1], 5);
+    sender_want(&sender, IBV_WR_RDMA_WRITE, 1, 8);
+    CHECK(sender_finish(&sender));
+    EVENTUALLY(a->responses == 1);
+    if (!atomic_load(&sender.link->read_cache_owner)) { /* this host forbids it */
+        sender_close(&sender);
+        close_both();
+        return;
+    }
+    fd = soft_sealed_create("aioverbs-test", 8192, 0);
+    REQUIRE(fd >= 0 && !pipe(pipes));
+    unsealed = memfd_create("unsealed", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    REQUIRE(unsealed >= 0 && !ftruncate(unsealed, 8192) && !fcntl(unsealed, F_ADD_SEALS, F_SEAL_GROW));
+    for (i = 4095; i < 8192; i += 4096)
+        REQUIRE(pwrite(fd, &byte, 1, i) == 1 && pwrite(unsealed, &byte, 1, i) == 1);
+    before = open_descriptors();
+    CHECK(is_mapped(sender.link, (uint32_t)fd, 8192));
+    CHECK(is_mapped(sender.link, (uint32_t)fd, 4096));
+    CHECK(!is_mapped(sender.link, (uint32_t)fd, 8193));
+    CHECK(!is_mapped(sender.link, (uint32_t)fd, UINT64_MAX));
+    CHECK(!is_mapped(sender.link, (uint32_t)unsealed, 4096));
+    CHECK(!is_mapped(sender.link, (uint32_t)pipes[0], 4096));
+    CHECK(!is_mapped(sender.link, UINT32_MAX, 4096));
+    close(fd);
+    CHECK(!is_mapped(sender.link, (uint32_t)fd, 4096));
+    fd = soft_sealed_create("aioverbs-test", (4 << 20) + 4096, 0); /* too large */
+    REQUIRE(fd >= 0);
+    CHECK(!is_mapped(sender.link, (uint32_t)fd, 4096));
+    EVENTUALLY(open_descriptors() == before); /* those of other kinds are closed by a thread */
+    soft_descriptor_close(fd);
+    close(unsealed);
+    close(pipes[0]);
+    close(pipes[1]);
+    sender_close(&sender);
+    close_both();
+}
+
 /* ---- The end of the process ----------------------------------------------------------------------------------- */
 
 static struct {
@@ -926,4 +995,4 @@ CHECK_MAIN_ONCE(CASE(polling_leaves_the_stop_request_to_the_thread), CASE(pollin
                 CASE(answers_to_messages_are_deferred), CASE(the_thread_reads_after_polling_stops),
                 CASE(a_thread_that_cannot_read), CASE(many_threads_poll_at_once), CASE(unused_links_are_closed),
                 CASE(connections_are_cut), CASE(a_peer_falls_silent), CASE(halting_does_not_wait_for_senders),
-                CASE(halting_waits_for_the_lock_of_links))
+                CASE(only_sealed_small_files_are_mapped), CASE(halting_waits_for_the_lock_of_links))

@@ -77,7 +77,7 @@ static void peers_that_do_not_speak_the_protocol(void)
     CHECK_EQ(send(fd, hello, SOFT_HEAD_SIZE, MSG_NOSIGNAL), SOFT_HEAD_SIZE);
     CHECK(raw_read(fd, bytes, sizeof(bytes)));
     CHECK(soft_welcome_parse(bytes, &welcome) == soft_refusal_text(SOFT_REFUSED_VERSION));
-    expect_refused(fd, "protocol version 65535, not 2: use the same release of aioverbs on both sides", 2, 0, HERE);
+    expect_refused(fd, "protocol version 65535, not 3: use the same release of aioverbs on both sides", 2, 0, HERE);
 
     /* A peer that looks for another device is refused, too. */
     fd = raw_connect(b);
@@ -860,7 +860,7 @@ static void a_peer_of_another_version(void)
     bytes[9] = 1;
     CHECK_EQ(send(fd, bytes, SOFT_HEAD_SIZE, MSG_NOSIGNAL), SOFT_HEAD_SIZE);
     EVENTUALLY(looking.error == EHOSTUNREACH);
-    CHECK(last_reason_is(a, "protocol version 258, not 2: use the same release"));
+    CHECK(last_reason_is(a, "protocol version 258, not 3: use the same release"));
     CHECK(raw_is_closed(fd));
     be_lost(fd);
 }

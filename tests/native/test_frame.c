@@ -109,6 +109,7 @@ static struct soft_frame a_read_cache_grant(void)
     frame.flags = SOFT_FRAME_READ_CACHE;
     frame.address = 0x7fff00000000;
     frame.compare_add = 2 * (uint64_t)frame.part;
+    frame.imm = 17;
     return frame;
 }
 
@@ -269,6 +270,7 @@ static void fields_without_a_meaning(void)
     BAD(an_answer(), key = 9);
     BAD(an_answer(), address = 9);
     BAD(an_answer(), compare_add = 9);
+    BAD(an_answer(), imm = 1);
     BAD(an_answer(), serial = 9);
     BAD(an_answer(), status = IBV_WC_REM_OP_ERR);
 }

@@ -137,6 +137,28 @@ def shared_area(ProtectionDomain pd not None):
     return PyCapsule_New(<void *>area, "aioverbs.alloc_area", _drop_area)
 
 
+def share_region(MemoryRegion region not None, int fd):
+    """Let peers on this host map the memory of a region, so that they read it without a request.
+
+    Whatever else the file contains, a peer that may read a part of the region may read, too, at any time.
+
+    :param region: a region of the software device that begins at offset 0 of the file. No peer has its key yet.
+    :param fd: descriptor of a memory file of at most 4 MiB, whose size is sealed; the caller keeps it.
+    :raises ClosedResourceError: the region is closed.
+    :raises VerbsError: with EINVAL if the file is another one, or the region has one already; with EMFILE if no
+        descriptor is left; with EOPNOTSUPP on RDMA devices.
+    """
+    cdef int error = EOPNOTSUPP
+    region._enter()
+    try:
+        if region.context.software:
+            with nogil:
+                error = s.soft_share_mr(region.pointer, fd)
+    finally:
+        region._leave()
+    region._check("ibv_reg_mr", error)
+
+
 cdef void _drop_area(object capsule) noexcept:
     # Release the shared memory area of a capsule that is being freed.
     cdef s.alloc_area *area = <s.alloc_area *>PyCapsule_GetPointer(capsule, "aioverbs.alloc_area")

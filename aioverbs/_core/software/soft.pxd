@@ -141,6 +141,10 @@ cdef extern from "soft/objects/shared_keys.h" nogil:
     int soft_unimport_mr(ibv_mr *)
 
 
+cdef extern from "soft/objects/mr.h" nogil:
+    int soft_share_mr(ibv_mr *, int)
+
+
 cdef extern from "soft/base/fork_fds.h" nogil:
     void soft_descriptor_discard(int)
 

@@ -210,7 +210,7 @@ static void init_requester(struct soft_qp *qp, uint32_t token)
 {
     qp->req = (struct soft_requester){.token = token, .deadline = UINT64_MAX};
     if (qp->read_cache_entries)
-        memset(qp->read_cache_entries, 0, SOFT_READ_CACHE_ENTRIES * sizeof(*qp->read_cache_entries));
+        soft_read_cache_clear(qp->read_cache_entries, SOFT_READ_CACHE_ENTRIES);
 }
 
 static void qp_fill_attr(struct soft_qp *qp, const struct ibv_qp_init_attr_ex *attr, uint32_t token)
@@ -426,6 +426,8 @@ int soft_destroy_qp(struct ibv_qp *ibv_qp)
     pthread_cond_destroy(&ibv_qp->cond);
     pthread_mutex_destroy(&ibv_qp->mutex);
     free(qp->direct_parts);
+    if (qp->read_cache_entries)
+        soft_read_cache_clear(qp->read_cache_entries, SOFT_READ_CACHE_ENTRIES);
     free(qp->read_cache_entries);
     free(qp);
     return 0;

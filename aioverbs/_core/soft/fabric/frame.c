@@ -246,9 +246,9 @@ static const char *check_response(const struct soft_frame *frame)
     bool direct = frame->flags & SOFT_FRAME_DIRECT, grants_read_cache = frame->flags & SOFT_FRAME_READ_CACHE;
 
     if (frame->transport || frame->sgid_index || frame->hop_limit || frame->traffic_class || frame->flow_label ||
-        frame->packets || frame->total || frame->offset || frame->key || frame->imm || frame->srqn || frame->reads ||
-        (frame->compare_add && !grants_read_cache) || frame->swap || frame->copy_token || frame->segments ||
-        frame->serial || (frame->opcode != SOFT_FRAME_NAK && frame->status) ||
+        frame->packets || frame->total || frame->offset || frame->key || frame->srqn || frame->reads ||
+        ((frame->compare_add || frame->imm) && !grants_read_cache) || frame->swap || frame->copy_token ||
+        frame->segments || frame->serial || (frame->opcode != SOFT_FRAME_NAK && frame->status) ||
         (frame->opcode != SOFT_FRAME_RNR && !grants_read_cache && frame->address))
         return "a reserved field is not zero";
     if (frame->flags & ~(SOFT_FRAME_DIRECT | SOFT_FRAME_READ_CACHE) ||

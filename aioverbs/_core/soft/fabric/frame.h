@@ -65,7 +65,8 @@ struct soft_frame {
     uint32_t key;           /* one-sided: rkey; datagram: Q_Key */
     /* one-sided: remote address of this part; RNR: nanoseconds; read cache grant: first address */
     uint64_t address;
-    uint32_t imm;   /* immediate data, or the key to invalidate */
+    /* immediate data, or the key to invalidate; read cache grant: number of a descriptor plus one, or 0 */
+    uint32_t imm;
     uint32_t srqn;  /* XRC */
     uint32_t reads; /* read or atomic: number in flight, with this one */
     union {

@@ -19,7 +19,7 @@
 
 #include "soft/base/hmac.h"
 
-#define SOFT_VERSION 2u    /* incremented with each incompatible change of the handshake or of frames */
+#define SOFT_VERSION 3u    /* incremented with each incompatible change of the handshake or of frames */
 #define SOFT_HEAD_SIZE 16u /* common start of HELLO and WELCOME in all versions: magic, version, flags, a number */
 #define SOFT_HELLO_SIZE 112u
 #define SOFT_WELCOME_SIZE 112u

@@ -8,6 +8,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/random.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include "soft/base/epoch.h"
@@ -25,6 +26,14 @@
 #include "soft/objects/qp.h"
 #include "soft/objects/read_cache_entry.h"
 #include "soft/objects/shared_keys.h"
+
+/* since Linux 5.3 and 5.6; headers may be older */
+#ifndef SYS_pidfd_open
+#define SYS_pidfd_open 434
+#endif
+#ifndef SYS_pidfd_getfd
+#define SYS_pidfd_getfd 438
+#endif
 
 enum { WORDS = 251 }; /* prime, so that consecutive numbers have different versions */
 
@@ -99,10 +108,11 @@ void soft_read_cache_destroy(struct soft_fabric *fabric)
         munmap(page, sizeof(*page));
 }
 
-bool soft_read_cache_grant(const struct soft_qp *qp, uint32_t key, uint64_t *address, uint64_t *length)
+bool soft_read_cache_grant(const struct soft_qp *qp, uint32_t key, struct soft_read_cache_grant *grant)
 {
     struct soft_device *device = qp->context->device;
     const struct soft_key *found = soft_table_find(&device->keys, key >> 8);
+    const struct soft_mr *mr;
 
     /* Fault plans apply to requests and frames: a read without either would escape them. */
     if (!found || qp->qp.qp_type != IBV_QPT_RC || atomic_load(&qp->context->special) ||
@@ -111,14 +121,15 @@ bool soft_read_cache_grant(const struct soft_qp *qp, uint32_t key, uint64_t *add
     if (found->is_window) {
         const struct soft_mw *mw = container_of(found, struct soft_mw, key);
 
-        *address = mw->address;
-        *length = mw->length;
+        mr = mw->mr;
+        grant->address = mw->address;
+        grant->length = mw->length;
     } else {
-        const struct soft_mr *mr = container_of(found, struct soft_mr, key);
-
-        *address = (uintptr_t)mr->mr.addr;
-        *length = mr->mr.length;
+        mr = container_of(found, struct soft_mr, key);
+        grant->address = (uintptr_t)mr->mr.addr;
+        grant->length = mr->mr.length;
     }
+    grant->file = grant->address == (uintptr_t)mr->mr.addr ? atomic_load(&mr->file) : -1;
     return true;
 }
 
@@ -159,7 +170,8 @@ void soft_read_cache_invalidate_all(struct soft_device *device)
 struct soft_read_cache_owner {
     struct soft_read_cache_owner *next; /* of link->read_cache_owners */
     const struct soft_read_cache_page *page;
-    int memory; /* /proc/PID/mem of the process that sent the page */
+    int memory;  /* /proc/PID/mem of the process that sent the page */
+    int process; /* the same process, for its descriptors; -1: not available */
     uint32_t pid;
     uint64_t serial;
 };
@@ -169,6 +181,7 @@ static void free_owner(struct soft_read_cache_owner *owner)
     if (owner->page)
         munmap((void *)(uintptr_t)owner->page, sizeof(*owner->page));
     soft_descriptor_close(owner->memory);
+    soft_descriptor_close(owner->process);
     free(owner);
 }
 
@@ -180,6 +193,16 @@ static int open_memory(uint32_t pid)
     snprintf(path, sizeof(path), "/proc/%u/mem", pid);
     soft_descriptors_hold();
     fd = soft_descriptor_own(open(path, O_RDONLY | O_CLOEXEC));
+    soft_descriptors_release();
+    return fd;
+}
+
+static int open_process(uint32_t pid)
+{
+    int fd;
+
+    soft_descriptors_hold();
+    fd = soft_descriptor_own((int)syscall(SYS_pidfd_open, pid, 0));
     soft_descriptors_release();
     return fd;
 }
@@ -205,6 +228,8 @@ static struct soft_read_cache_owner *make_owner(const struct soft_stream *stream
     if (!owner)
         return NULL;
     owner->page = read_cache_page_map(fd, PROT_READ);
+    /* In this order: if another process had the number already, the memory would be its, too, without the nonce. */
+    owner->process = open_process(stream->pid);
     owner->memory = open_memory(stream->pid);
     owner->pid = stream->pid;
     owner->serial = atomic_fetch_add(&serials, 1);
@@ -342,6 +367,16 @@ static bool copy_all(const struct soft_read_cache_owner *owner, const struct sof
            !memcmp(nonce, owner->page->nonce, sizeof(nonce));
 }
 
+/* Copy one read from the mapping. */
+static bool copy_mapped(const struct soft_read_cache_read *read, const struct iovec *pieces, unsigned int piece_count)
+{
+    const uint8_t *from = read->entry->memory + (read->address - read->entry->address);
+
+    for (; piece_count--; from += pieces++->iov_len)
+        memcpy(pieces->iov_base, from, pieces->iov_len);
+    return true;
+}
+
 bool soft_read_cache_copy(const struct soft_link *link, uint32_t qp_num, const struct soft_read_cache_read *reads,
                           unsigned int count, const struct iovec *pieces, unsigned int piece_count)
 {
@@ -349,9 +384,54 @@ bool soft_read_cache_copy(const struct soft_link *link, uint32_t qp_num, const s
 
     if (!owner || !read_cache_holds(owner, qp_num, reads, count)) /* the copy would be discarded anyway */
         return false;
-    if (!(count == 1 ? copy_one(owner, reads, pieces, piece_count)
-                     : copy_all(owner, reads, count, pieces, piece_count)))
+    if (!(count > 1              ? copy_all(owner, reads, count, pieces, piece_count)
+          : reads->entry->memory ? copy_mapped(reads, pieces, piece_count)
+                                 : copy_one(owner, reads, pieces, piece_count)))
         return false;
     atomic_thread_fence(memory_order_seq_cst); /* compare the versions after the last byte was copied */
     return read_cache_holds(owner, qp_num, reads, count);
+}
+
+/* ---- The requester: mapping ---------------------------------------------------------------------------------- */
+
+/* Return a descriptor of the owner's file, which the caller closes, or -1. */
+static int get_file(const struct soft_read_cache_owner *owner, uint32_t number)
+{
+    int fd;
+
+    if (owner->process < 0)
+        return -1;
+    soft_descriptors_hold();
+    fd = soft_descriptor_own((int)syscall(SYS_pidfd_getfd, owner->process, number, 0));
+    soft_descriptors_release();
+    return fd;
+}
+
+void soft_read_cache_map(const struct soft_link *link, struct soft_read_cache_entry *entry, uint32_t number)
+{
+    const struct soft_read_cache_owner *owner = atomic_load(&link->read_cache_owner);
+    void *memory;
+    int fd;
+
+    if (!owner || owner->serial != entry->owner_serial || (fd = get_file(owner, number)) < 0)
+        return;
+    if (!soft_sealed_is_small(fd)) {
+        soft_descriptor_discard(fd);
+        return;
+    }
+    if (entry->length <= (uint64_t)soft_sealed_bytes(fd)) {
+        memory = mmap(NULL, entry->length, PROT_READ, MAP_SHARED, fd, 0);
+        if (memory != MAP_FAILED && !madvise(memory, entry->length, MADV_DONTFORK))
+            entry->memory = memory;
+    }
+    soft_descriptor_close(fd);
+}
+
+void soft_read_cache_clear(struct soft_read_cache_entry *entries, unsigned int count)
+{
+    for (; count--; entries++) {
+        if (entries->memory)
+            munmap(entries->memory, entries->length);
+        *entries = (struct soft_read_cache_entry){0};
+    }
 }

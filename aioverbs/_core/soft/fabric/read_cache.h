@@ -11,7 +11,13 @@
  * it returns, so before the memory is used for anything else. A grant is stored with versions that were noted before
  * the request was sent. So if the versions are the same after the copy, all of the copy was made while the owner's
  * answer held. The page contains nothing else, and only its owner can write it; a peer that lies in the page lets the
- * requester read memory of which that peer could have sent anything as well. */
+ * requester read memory of which that peer could have sent anything as well.
+ *
+ * The owner may also say that the range is the begin of a memory file (soft_share_mr), and by which of its descriptors.
+ * The requester gets that file from the owner's process, without its help (pidfd_getfd), and maps it: then a read is a
+ * memcpy, which wakes nobody and makes no system call. The descriptor may be another file's by then, if the region was
+ * deregistered meanwhile; but then the grant is not valid either. A file that is not sealed, or large, is not used: so
+ * no read faults, and unmapping takes no longer than freeing 4 MiB. What a file contains is the owner's business. */
 #ifndef AIOVERBS_SOFT_FABRIC_READ_CACHE_H
 #define AIOVERBS_SOFT_FABRIC_READ_CACHE_H
 
@@ -29,6 +35,7 @@ struct soft_qp;
 struct soft_stream;
 
 #define SOFT_CACHED_READ_BYTES (16u << 10) /* bytes of one read: larger data is copied by its owner, in one copy */
+#define SOFT_MAPPED_READ_BYTES (4u << 20)  /* the same where the memory is mapped here */
 #define SOFT_CACHED_RUN_BYTES (128u << 10) /* bytes of several reads that are copied together */
 enum { SOFT_CACHED_RUN_READS = 32, SOFT_CACHED_RUN_PIECES = 64 }; /* limits of reads that are copied together */
 
@@ -50,11 +57,23 @@ struct soft_read_cache_read {
 bool soft_read_cache_copy(const struct soft_link *link, uint32_t qp_num, const struct soft_read_cache_read *reads,
                           unsigned int count, const struct iovec *pieces, unsigned int piece_count);
 
+/* Map the range of a new entry, which the owner says to be the begin of the memory file that is its descriptor
+ * `number`. If that is not possible, reads go on without. */
+void soft_read_cache_map(const struct soft_link *link, struct soft_read_cache_entry *entry, uint32_t number);
+
+/* Clear entries of a queue pair, and unmap their memory. Under sq_lock. */
+void soft_read_cache_clear(struct soft_read_cache_entry *entries, unsigned int count);
+
 /* ---- The owner ----------------------------------------------------------------------------------------------- */
 
-/* Return the range that the key leads to, for a peer that was just allowed to read there. Under rq_lock, and the lock
- * of the key's window. Return false if no grant is given. */
-bool soft_read_cache_grant(const struct soft_qp *qp, uint32_t key, uint64_t *address, uint64_t *length);
+struct soft_read_cache_grant {
+    uint64_t address, length; /* range that the key leads to */
+    int file;                 /* descriptor of the memory file that begins with the range; -1: none */
+};
+
+/* Make a grant for a peer that was just allowed to read by `key`. Under rq_lock, and the lock of the key's window.
+ * Return false if no grant is given. */
+bool soft_read_cache_grant(const struct soft_qp *qp, uint32_t key, struct soft_read_cache_grant *grant);
 
 /* End grants: those of a key (by its number), of a queue pair, or all. Call after the change: when no new grant can be
  * given, and every request that was allowed before is answered. Any locks may be held. */

@@ -2,10 +2,14 @@
 #define _GNU_SOURCE
 #include "soft/objects/mr.h"
 
+#include <errno.h>
+#include <fcntl.h>
 #include <stdlib.h>
 #include <sys/mman.h>
 
 #include "soft/base/epoch.h"
+#include "soft/base/fork_fds.h"
+#include "soft/base/memfd.h"
 #include "soft/base/util.h"
 #include "soft/objects/context.h"
 #include "soft/objects/hooks.h"
@@ -81,6 +85,7 @@ struct ibv_mr *soft_reg_mr(struct ibv_pd *ibv_pd, void *address, size_t length, 
     }
     mr->pd = pd;
     mr->access = access;
+    atomic_init(&mr->file, -1);
     mr->mr.context = ibv_pd->context;
     mr->mr.pd = ibv_pd;
     mr->mr.addr = address;
@@ -93,6 +98,24 @@ struct ibv_mr *soft_reg_mr(struct ibv_pd *ibv_pd, void *address, size_t length, 
     atomic_fetch_add(&context->mrs, 1);
     soft_key_publish(context->device, &mr->key);
     return &mr->mr;
+}
+
+int soft_share_mr(struct ibv_mr *ibv_mr, int fd)
+{
+    struct soft_mr *mr = container_of(ibv_mr, struct soft_mr, mr);
+    int own, none = -1;
+
+    if (!soft_sealed_is_small(fd) || (size_t)soft_sealed_bytes(fd) < mr->mr.length)
+        return EINVAL;
+    soft_descriptors_hold();
+    own = soft_descriptor_own(fcntl(fd, F_DUPFD_CLOEXEC, 0));
+    soft_descriptors_release();
+    if (own < 0)
+        return errno;
+    if (atomic_compare_exchange_strong(&mr->file, &none, own))
+        return 0;
+    soft_descriptor_close(own);
+    return EINVAL;
 }
 
 int soft_dereg_mr(struct ibv_mr *ibv_mr)
@@ -117,6 +140,7 @@ int soft_dereg_mr(struct ibv_mr *ibv_mr)
     }
     device->hooks->invalidate_key(device, mr->key.number);
     device->hooks->release_mr(device, mr);
+    soft_descriptor_close(atomic_load(&mr->file)); /* no grant that was given with it is valid any more */
     soft_pd_remove_key(mr->pd, &mr->key);
     soft_key_release(context->device, &mr->key);
     atomic_fetch_sub(&context->mrs, 1);

@@ -10,7 +10,7 @@
 #include "soft/objects/pd.h"
 #include "soft/objects/shared_keys.h"
 
-/* Memory region. All fields but `windows` are const while the region can be found. */
+/* Memory region. All fields but the last two are const while the region can be found. */
 struct soft_mr {
     struct soft_key key;
     struct ibv_mr mr;
@@ -18,6 +18,7 @@ struct soft_mr {
     int access;
     /* number of windows bound to the region, which cannot be deregistered before they are unbound */
     atomic_uint windows;
+    atomic_int file; /* descriptor of the memory file that the region lies in, for peers to map it; -1: none */
 };
 
 struct soft_segment {
@@ -27,6 +28,12 @@ struct soft_segment {
 
 struct ibv_mr *soft_reg_mr(struct ibv_pd *pd, void *address, size_t length, int access);
 int soft_dereg_mr(struct ibv_mr *mr);
+
+/* Let peers of this user map the memory of a region, to read it without a request: it is the begin of the memory file
+ * `fd`, which is sealed. Whatever else the file contains, a peer that may read a part of the region may read, too, at
+ * any time. Call once, before a peer has a key. The descriptor is duplicated. Return 0 or an errno: EINVAL for another
+ * file. */
+int soft_share_mr(struct ibv_mr *mr, int fd);
 
 /* Return the address of a range, or NULL if `key` is not the region's current key, `pd` is of another domain, the range
  * exceeds the region, or a bit of `access` was not granted. Call in a grace section; the address stays valid until the

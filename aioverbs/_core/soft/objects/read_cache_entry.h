@@ -4,7 +4,7 @@
 
 #include <stdint.h>
 
-enum { SOFT_READ_CACHE_ENTRIES = 4 }; /* entries of a queue pair, of different keys */
+enum { SOFT_READ_CACHE_ENTRIES = 16 }; /* entries of a queue pair, of different keys */
 
 /* Versions that were noted before the request was sent. */
 struct soft_read_cache_versions {
@@ -16,6 +16,7 @@ struct soft_read_cache_entry {
     uint32_t psn;             /* pending entry: last packet of its answer */
     uint64_t owner_serial;    /* serial number of the soft_read_cache_owner; 0: the entry is empty */
     uint64_t address, length; /* range that `key` leads to */
+    uint8_t *memory;          /* mapping of the range; NULL: it is not mapped here */
     struct soft_read_cache_versions versions;
 };
 

@@ -43,8 +43,14 @@ void soft_cached_read_answered(struct soft_qp *qp, const struct soft_frame *fram
         pending->length = frame->compare_add;
         if (!qp->read_cache_entries)
             qp->read_cache_entries = calloc(SOFT_READ_CACHE_ENTRIES, sizeof(*qp->read_cache_entries));
-        if (qp->read_cache_entries)
-            *cache_entry_of(qp, pending->key) = *pending;
+        if (qp->read_cache_entries) {
+            struct soft_read_cache_entry *entry = cache_entry_of(qp, pending->key);
+
+            soft_read_cache_clear(entry, 1);
+            *entry = *pending;
+            if (frame->imm)
+                soft_read_cache_map(qp->link, entry, frame->imm - 1);
+        }
     }
     pending->owner_serial = 0;
 }
@@ -56,9 +62,9 @@ bool soft_cached_read_may(struct soft_qp *qp, const struct soft_wqe *wqe, uint32
     uint64_t offset = entry ? wqe->remote_addr - entry->address : 0;
 
     return wqe->opcode == IBV_WR_RDMA_READ && entry && entry->owner_serial && entry->key == wqe->rkey &&
-           length - 1 < SOFT_CACHED_READ_BYTES && offset <= entry->length && length <= entry->length - offset &&
-           soft_port_works(qp) && !atomic_load_explicit(&qp->context->special, memory_order_relaxed) &&
-           !soft_link_has_frame_faults(qp->link);
+           length - 1 < (entry->memory ? SOFT_MAPPED_READ_BYTES : SOFT_CACHED_READ_BYTES) && offset <= entry->length &&
+           length <= entry->length - offset && soft_port_works(qp) &&
+           !atomic_load_explicit(&qp->context->special, memory_order_relaxed) && !soft_link_has_frame_faults(qp->link);
 }
 
 /* Reads that are made together. */

@@ -123,9 +123,15 @@ static void atomic_replay_save(struct soft_qp *peer, const struct soft_frame *fr
  * request. */
 static void grant_read_cache(const struct remote *remote, struct soft_frame *made)
 {
-    if (remote->frame->opcode == IBV_WR_RDMA_READ && made->part && soft_stream_has_read_cache(remote->stream) &&
-        soft_read_cache_grant(remote->peer, remote->frame->key, &made->address, &made->compare_add))
-        made->flags |= SOFT_FRAME_READ_CACHE;
+    struct soft_read_cache_grant grant;
+
+    if (remote->frame->opcode != IBV_WR_RDMA_READ || !made->part || !soft_stream_has_read_cache(remote->stream) ||
+        !soft_read_cache_grant(remote->peer, remote->frame->key, &grant))
+        return;
+    made->flags |= SOFT_FRAME_READ_CACHE;
+    made->address = grant.address;
+    made->compare_add = grant.length;
+    made->imm = (uint32_t)(grant.file + 1);
 }
 
 static int carrier_write(struct soft_carrier *carrier, const struct soft_segment *from, uint32_t length)

@@ -13,7 +13,7 @@ reads that are in flight, and answers with REVOKED.
 If the call of the receiver is cancelled, the reads go on, and the next call gets the message. Only memory of the caller
 is not written to after the call.
 
-Answers to messages of less than 4 MiB, which the sender has copied so that nobody waits for them, leave at the end of
+Answers to messages of less than 4 MiB, which the sender has copied and does not wait for, leave at the end of
 the loop's turn: while one is in flight, a read behind it could not end before the peer's device is awake.
 
 ANNOUNCE uses a credit until the user has received the message, so no more messages wait here than with fragments. The

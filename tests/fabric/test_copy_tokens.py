@@ -77,7 +77,7 @@ class TokenHolder:
         for descriptor in descriptors:
             os.close(descriptor)
         flags = DIRECT_HELLO if self.offered else 0
-        self.stream.sendall(struct.pack("<8sHHI32s32s32x", b"aioverbs", 2, flags, 0, self.gids, nonce))
+        self.stream.sendall(struct.pack("<8sHHI32s32s32x", b"aioverbs", 3, flags, 0, self.gids, nonce))
         self._read_exactly(PROOF)
 
     def receive_requests(self, count: int) -> list[TokenRequest]:

@@ -676,7 +676,7 @@ static bool is_mapped(const struct soft_link *link, uint32_t number, uint64_t le
     return mapped;
 }
 
-/* Of all files that the owner of memory may name, only one that is sealed, small and long enough is mapped. */
+/* A file that the owner of memory names is mapped only if it is sealed, small and long enough. */
 static void only_sealed_small_files_are_mapped(void)
 {
     struct sender sender;

@@ -488,7 +488,7 @@ def bench(session: nox.Session) -> None:
     session.run("python", "tests/bench/run.py", *session.posargs)
 
 
-@nox.session(python=False)
+@nox.session
 def fuzz(session: nox.Session) -> None:
     """Fuzz parsers and the software device with libFuzzer, queue pairs with hostile peers; `-- --seconds 600`."""
     seconds = int(session.posargs[session.posargs.index("--seconds") + 1]) if "--seconds" in session.posargs else 60

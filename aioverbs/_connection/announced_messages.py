@@ -13,8 +13,8 @@ reads that are in flight, and answers with REVOKED.
 If the call of the receiver is cancelled, the reads go on, and the next call gets the message. Only memory of the caller
 is not written to after the call.
 
-Answers to messages of less than 4 MiB, which the sender has copied and does not wait for, leave at the end of
-the loop's turn: while one is in flight, a read behind it could not end before the peer's device is awake.
+Answers to messages of less than 4 MiB, which the sender has mostly copied and does not wait for, leave at the
+end of the loop's turn: while one is in flight, a read behind it could not end before the peer's device is awake.
 
 ANNOUNCE uses a credit until the user has received the message, so no more messages wait here than with fragments. The
 answer uses no credit: see `max_announced`.
@@ -179,6 +179,7 @@ class AnnouncedMessages:
         # Numbers that the peer may still withdraw before it gets the answer, at most `_limit`.
         self._answered: list[int] = []
         self._held: list[int] = []  # numbers whose answers are sent at the end of the loop's turn
+        self._is_scheduled = False  # whether a callback will send them
 
     def add(self, number: int, data: bytes, flags: int) -> AnnouncedMessage | None:
         """Accept an announced message.
@@ -233,6 +234,7 @@ class AnnouncedMessages:
         """Drop all messages, as `withdraw` does."""
         for number in tuple(self._unanswered):
             self.withdraw(number)
+        self._send_answers()
 
     def _answer(self, message: AnnouncedMessage) -> None:
         """Notify the peer that its memory is no longer accessed."""
@@ -244,13 +246,16 @@ class AnnouncedMessages:
         self._held.append(message.number)
         if message.length >= _HELD_BYTES or len(self._held) > self._limit // 2:
             self._send_answers()
-        elif len(self._held) == 1:
+        elif not self._is_scheduled:
             running_loop().call_soon(self._send_answers)
+            self._is_scheduled = True
 
     def _send_answers(self) -> None:
         """Send the answers that are held back."""
+        self._is_scheduled = False
         while self._held:
-            self._sender.send_answer(self._held.pop(0))
+            self._sender.send_answer(self._held[0])
+            del self._held[0]
 
     async def read(self, message: AnnouncedMessage) -> memoryview | None:
         """Read a message into memory of the library, and answer it.

@@ -98,12 +98,6 @@ class RecycledMemory:
             of any size that was not used for the longest time.
         :returns: the region; None if there is none.
         """
-        if size is not None:
-            with contextlib.suppress(IndexError):  # there is none
-                region = self._idle.pop()
-                if len(region) == size and not region.pins:
-                    return region
-                self._idle.append(region)
         regions = self._idle.copy()
         for region in regions if size is None else reversed(regions):
             if size in (None, len(region)) and not region.pins:

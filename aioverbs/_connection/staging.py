@@ -14,9 +14,10 @@ from aioverbs._connection.message_channel import MessageChannel
 from aioverbs._connection.recycled_memory import RecycledMemory, rounded
 from aioverbs._core.data_path.data_path import RegionSlice, RemoteRegion
 from aioverbs._core.handles import handles
+from aioverbs._core.software.software import FileRegion
 from aioverbs._lifecycle.affinity import running_loop
 from aioverbs._lifecycle.resource import lifecycle_of
-from aioverbs._memory.region import MemoryRegion, MemoryWindow, register_file
+from aioverbs._memory.region import MemoryRegion, MemoryWindow, WaitableInFlightCount, register_file
 from aioverbs.errors import VerbsError
 from aioverbs.types import AccessFlags
 
@@ -28,36 +29,36 @@ _KEEP_S = 1.0
 class Copy:
     """Memory for the copy of one message.
 
-    :param memory: the memory.
+    :param memory: the memory: that of a file of its own, or of the domain.
     :param key: gives the peer access to it.
     :param remote: its address, length and key.
-    :param file: registration of the memory, if it is a file of its own; None for memory of the domain.
     """
 
-    __slots__ = ("_memory", "file", "key", "remote", "used_at")
+    __slots__ = ("key", "memory", "remote", "used_at")
 
     def __init__(
         self,
-        memory: memoryview,
+        memory: memoryview | FileRegion,
         key: MemoryWindow | MemoryRegion,
         remote: RemoteRegion,
-        file: handles.MemoryRegion | None,
     ) -> None:
-        self._memory = memory
+        self.memory = memory
         self.key = key
         self.remote = remote
-        self.file = file
         self.used_at = 0.0  # when it was last given back, by the monotonic clock
 
     def __len__(self) -> int:
-        return len(self._memory)
+        return self.remote.length
 
     def fill(self, parts: list[memoryview]) -> None:
         """Copy a message, which fits.
 
         :param parts: the message, memoryviews of format ``B``.
         """
-        join_into(self._memory, parts)
+        if isinstance(self.memory, FileRegion):
+            self.memory.fill(parts)
+        else:
+            join_into(self.memory, parts)
 
 
 class Staging:
@@ -111,28 +112,25 @@ class Staging:
         """
         if self._idle:
             await self._close(self._idle.pop())
-        region, memory, file = await self._new_memory(rounded(length))
+        region, memory = await self._new_memory(rounded(length))
         try:
             key, remote = await self._grants.make_key(self._channel.qp, region, AccessFlags.REMOTE_READ)
         except BaseException:
-            if file is not None and not region.pins:  # else the end of the queue pair releases it
-                self._release(file)
+            self._run(self._release_unused(region, memory))
             raise
-        return Copy(memory, key, remote, file)
+        return Copy(memory, key, remote)
 
-    async def _new_memory(self, size: int) -> tuple[RegionSlice, memoryview, handles.MemoryRegion | None]:
-        """Return memory that has contained nothing, registered and as a memoryview, and the registration of its file;
-        None for memory of the domain.
+    async def _new_memory(self, size: int) -> tuple[RegionSlice, memoryview | FileRegion]:
+        """Return memory that has contained nothing, registered and for `Copy`.
 
         :raises Exception: whatever `make` raises.
         """
         if self._base.context.software:
             with contextlib.suppress(OSError):  # without a file, the peer reads more slowly
-                region, file = register_file(lifecycle_of(self._channel.qp), self._base, size)
-                return region, region.buffer, file
+                return register_file(lifecycle_of(self._channel.qp), self._base, size)
         region, memory = await self._memory.take(size)
         ctypes.memset(region.address, 0, len(memory))  # messages of other peers
-        return region, memory, None
+        return region, memory
 
     def give_back(self, message: Copy, _: object = None) -> None:
         """Use memory again, because the peer has read the message, or the connection has ended."""
@@ -174,19 +172,26 @@ class Staging:
         """Take back a key. If that fails, the connection breaks, and closing the queue pair takes it back."""
         try:
             await message.key.aclose()
-            if message.file is not None:
-                self._release(message.file)
+            self._release(message.memory)
         except VerbsError as error:
             self._stuck.append(message)
             self._channel.fail(f"the key of a message could not be invalidated: {error}", copy.copy(error))
 
-    def _release(self, file: handles.MemoryRegion) -> None:
-        """Deregister memory that no key leads to.
+    async def _release_unused(self, region: RegionSlice, memory: memoryview | FileRegion) -> None:
+        """Release memory for which no key was made, when no bind of a window is in flight any more."""
+        assert isinstance(region.pins, WaitableInFlightCount)
+        await region.pins.wait()
+        with contextlib.suppress(VerbsError):  # the end of the queue pair deregisters it
+            self._release(memory)
 
-        :raises VerbsError: the verb failed. The end of the queue pair deregisters it.
+    def _release(self, memory: memoryview | FileRegion) -> None:
+        """Release memory that no key leads to. That of the domain goes back by itself.
+
+        :raises VerbsError: a file cannot be deregistered. The end of the queue pair does that.
         """
-        file.destroy()
-        lifecycle_of(self._channel.qp).detach(file)
+        if isinstance(memory, FileRegion):
+            memory.destroy()
+            lifecycle_of(self._channel.qp).detach(memory)
 
 
 def _trim(reference: "weakref.ref[Staging]") -> None:

@@ -1,23 +1,18 @@
 """Memory that devices read and write: memory regions and memory windows."""
 
 import asyncio
-import contextlib
 import ctypes
 import errno
-import fcntl
 import mmap
 import operator
-import os
-import resource
 import sys
 import weakref
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Self
 
 from aioverbs._core.data_path import data_path
 from aioverbs._core.data_path.data_path import RegionSlice, Registered, RemoteRegion
 from aioverbs._core.handles import handles
-from aioverbs._core.software.software import ImportedRegion, share_region
+from aioverbs._core.software.software import FileRegion, ImportedRegion
 from aioverbs._exports import publish
 from aioverbs._lifecycle.affinity import CrossLoopCondition, running_loop, wait_uncancelled
 from aioverbs._lifecycle.lifecycle import Lifecycle
@@ -169,9 +164,16 @@ def register_queue_memory(lifecycle: Lifecycle, pd: handles.ProtectionDomain, si
     return RegionSlice.of_all(own, handle, own.pins, own.access)
 
 
-def register_file(
-    lifecycle: Lifecycle, pd: handles.ProtectionDomain, size: int
-) -> tuple[RegionSlice, handles.MemoryRegion]:
+class _FileMemory(Registered):
+    """Memory that a `FileRegion` owns."""
+
+    access = AccessFlags.MW_BIND
+
+    def __init__(self) -> None:
+        self.pins = WaitableInFlightCount()
+
+
+def register_file(lifecycle: Lifecycle, pd: handles.ProtectionDomain, size: int) -> tuple[RegionSlice, FileRegion]:
     """Register a new memory file, which peers on this host map to read it without a request to this process.
 
     Peers that have a key for a part of it can read all of it, until it is deregistered. It is for the software device.
@@ -181,40 +183,17 @@ def register_file(
     :param size: size in bytes, at most 4 MiB.
     :returns: slice that covers all of the memory, and the handle of its registration, which the caller may destroy
         earlier and then detaches.
-    :raises OSError: the process cannot make the file, or has few descriptors left for others.
-    :raises VerbsError: the device cannot register the memory.
+    :raises VerbsError: the process cannot make the file, or has few descriptors left for others.
     :raises ClosedResourceError: the queue pair or the protection domain is closed.
     """
-    with _memory_file(size) as descriptor:
-        own = _QueueMemory(mmap.mmap(descriptor, size), AccessFlags.MW_BIND)
-        handle = handles.MemoryRegion(pd, own.pages, own.access)
-        try:
-            share_region(handle, descriptor)
-            lifecycle.attach(handle)
-        except BaseException:
-            handle.destroy()
-            raise
-    return RegionSlice.of_all(own, handle, own.pins, own.access), handle
-
-
-@contextlib.contextmanager
-def _memory_file(length: int) -> Iterator[int]:
-    """Make a sealed memory file, and yield its descriptor, which is closed at the end of the block.
-
-    :param length: size of the file in bytes.
-    :raises OSError: the process cannot make it; with EMFILE if more than half of its descriptors are in use, so that
-        the other half is left for what needs them.
-    """
-    descriptor = os.memfd_create("aioverbs-messages", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    own = _FileMemory()
+    handle = FileRegion(pd, size, own.access)
     try:
-        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if limit != resource.RLIM_INFINITY and descriptor > limit // 2:
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        os.ftruncate(descriptor, length)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        yield descriptor
-    finally:
-        os.close(descriptor)
+        lifecycle.attach(handle)
+    except BaseException:
+        handle.destroy()
+        raise
+    return RegionSlice.of_all(own, handle, own.pins, own.access), handle
 
 
 def is_shortage(error: OSError) -> bool:

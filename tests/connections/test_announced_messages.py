@@ -172,6 +172,18 @@ async def test_short_parts_are_not_joined_if_they_do_not_fit(device: Device) -> 
         assert peak < len(part) * 250 // 2
 
 
+@pytest.mark.parametrize("how", ["received", "dropped"])
+async def test_an_end_that_closes_answers_first(device: Device, how: str) -> None:
+    """Answers to messages leave at the end of the loop's turn, or when the end closes."""
+    async with pair(device, ConnectionSettings()) as ends:
+        sending = asyncio.create_task(ends.near.send(changeable()))
+        await until(lambda: unread(ends.far))
+        if how == "received":
+            assert await ends.far.receive() == changeable()
+        await ends.far.aclose()
+        await sending
+
+
 async def test_order_and_backpressure(device: Device) -> None:
     """Short and long messages of many tasks arrive in the order of sending; of long ones no more are announced than the
     sender has receives for the answers.

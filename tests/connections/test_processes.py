@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +27,7 @@ from aioverbs import (
 from tests.conftest import ROOT
 from tests.connections.ends import HOST, deeper
 from tests.connections.other import SIZE
+from tests.garbage import collect_garbage
 from tests.pace import patience
 from tests.waiting import until
 
@@ -264,6 +266,31 @@ async def test_a_peer_stopped_for_longer_than_keep_alive(device: Device, there: 
         if not device.software:
             await connection.send(b"still here")
             assert await connection.receive() == b"still here"
+
+
+@pytest.mark.stops_processes
+async def test_cancelled_messages_to_a_stopped_peer_leave_nothing(device: Device, there: Other) -> None:
+    """The window of each copy is bound behind a message that the peer's device does not acknowledge."""
+
+    def files() -> int:
+        return sum("memfd:aioverbs-messages" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+    collect_garbage()
+    others = files()
+    async with talking(device, there, b"echo", deeper(SETTINGS)) as (connection, _):
+        there.process.send_signal(signal.SIGSTOP)
+        try:
+            await asyncio.sleep(0.05)
+            await connection.send(b"second")
+            for _ in range(3):
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(0.02):
+                        await connection.send(b"long" * 100_000)
+            assert files() == others + 3 * device.software
+        finally:
+            there.process.send_signal(signal.SIGCONT)
+        assert await connection.receive() == b"second"
+        await until(lambda: files() == others)
 
 
 @pytest.mark.stops_processes

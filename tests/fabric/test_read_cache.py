@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import errno
-import fcntl
 import os
 import random
 import resource
@@ -15,18 +14,18 @@ import pytest
 
 from aioverbs import (
     AccessFlags,
+    ClosedResourceError,
     Device,
     MemoryRegion,
     MessageModel,
     QpState,
     QueuePair,
-    RegionSlice,
     RemoteRegion,
     VerbsError,
     WcStatus,
     WorkCompletionError,
 )
-from aioverbs._core.software.software import share_region
+from aioverbs._core.software.software import FileRegion
 from aioverbs._lifecycle.resource import lifecycle_of
 from aioverbs._memory.region import register_file
 from tests.data_path.ends import ACCESS, LONG_TIMEOUT, PEERS
@@ -360,56 +359,63 @@ async def test_memory_of_a_killed_owner_is_not_read() -> None:
 
 # ---- Files that the peer maps
 
+FILE = 1 << 20  # bytes
+
 
 @contextlib.asynccontextmanager
-async def bound_file(here: Scene, size: int) -> AsyncIterator[tuple[RegionSlice, RemoteRegion]]:
+async def bound_file(here: Scene, size: int) -> AsyncIterator[tuple[FileRegion, RemoteRegion]]:
     """Register a memory file with the queue pair at the other end, and yield it, and a window over all of it."""
     far = here.pair.far
-    memory, registration = register_file(lifecycle_of(far), here.pair.remote_domain.base.handle, size)
+    memory, file = register_file(lifecycle_of(far), here.pair.remote_domain.base.handle, size)
     async with here.pair.remote_domain.memory_window() as window:
-        yield memory, await far.bind_window(window, memory, AccessFlags.REMOTE_READ)
-    registration.destroy()
-    lifecycle_of(far).detach(registration)
+        yield file, await far.bind_window(window, memory, AccessFlags.REMOTE_READ)
+    file.destroy()
+    lifecycle_of(far).detach(file)
+
+
+def mapped() -> int:
+    """Return how many mappings of memory files this process has."""
+    return sum("memfd:aioverbs-messages" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
 @direct_only
-@pytest.mark.parametrize("size", [8, MAX_CACHED_READ + 1, 1 << 20])
+@pytest.mark.parametrize("size", [8, MAX_CACHED_READ + 1, FILE])
 async def test_reads_of_a_mapped_file_send_no_requests(device: Device, size: int) -> None:
     async with (
         scene(device) as here,
-        bound_file(here, 1 << 20) as (memory, remote),
-        here.pair.domain.register(1 << 20) as local,
+        bound_file(here, FILE) as (file, remote),
+        here.pair.domain.register(FILE) as local,
     ):
         assert await is_cached(here, remote)
         before = requests_sent(device)
-        for seed, at in enumerate((0, 1, (1 << 20) - size)):
-            at = min(at, (1 << 20) - size)
-            memory.buffer[:] = random.Random(seed).randbytes(1 << 20)
+        for seed, at in enumerate({0, min(1, FILE - size), FILE - size}):
+            content = random.Random(seed).randbytes(FILE)
+            file.fill([content])
             pieces = [local[: size // 2], local[size // 2 : size]]
             await here.pair.near.read(pieces, remote[at : at + size])
-            assert local.buffer[:size] == memory.buffer[at : at + size]
+            assert local.buffer[:size] == content[at : at + size]
         assert requests_sent(device) == before
 
 
 @direct_only
 async def test_small_reads_of_a_mapped_file_are_combined(device: Device) -> None:
-    async with scene(device) as here, bound_file(here, 1 << 20) as (memory, remote):
-        memory.buffer[:] = random.Random(3).randbytes(1 << 20)
+    content = random.Random(3).randbytes(FILE)
+    async with scene(device) as here, bound_file(here, FILE) as (file, remote):
+        file.fill([content[:5], memoryview(content)[5:]])
         assert await is_cached(here, remote)
         before = requests_sent(device)
         starts = range(0, SIZE - 64, 64)
         await asyncio.gather(*(here.pair.near.read(here.local[at : at + 64], remote[at : at + 64]) for at in starts))
-        for at in starts:
-            assert here.local.buffer[at : at + 64] == memory.buffer[at : at + 64]
+        assert here.local.buffer[: len(starts) * 64] == content[: len(starts) * 64]
         assert requests_sent(device) == before
 
 
 @direct_only
 async def test_a_file_is_not_read_when_its_window_is_gone(device: Device) -> None:
-    async with scene(device) as here, bound_file(here, 1 << 20) as (memory, remote):
+    async with scene(device) as here, bound_file(here, FILE) as (file, remote):
         assert await is_cached(here, remote)
         await here.pair.far.invalidate(remote.rkey)
-        memory.buffer[:8] = b"a secret"
+        file.fill([b"a secret"])
         with pytest.raises(WorkCompletionError) as caught:
             await here.pair.near.read(here.local[:8], remote[:8])
         assert caught.value.status is WcStatus.REM_ACCESS_ERR
@@ -418,9 +424,6 @@ async def test_a_file_is_not_read_when_its_window_is_gone(device: Device) -> Non
 
 @direct_only
 async def test_mappings_end_with_the_queue_pair(device: Device) -> None:
-    def mapped() -> int:
-        return sum("memfd:aioverbs-messages" in line for line in Path("/proc/self/maps").read_text().splitlines())
-
     collect_garbage()
     others = mapped()
     async with scene(device) as here, contextlib.AsyncExitStack() as files:
@@ -433,32 +436,53 @@ async def test_mappings_end_with_the_queue_pair(device: Device) -> None:
     assert mapped() == others
 
 
-async def test_only_the_file_of_a_region_is_shared(device: Device) -> None:
-    async with scene(device) as here:
-        handle = here.remote.handle
-        length = len(here.remote)
-
-        def refused(descriptor: int, code: int = errno.EINVAL) -> None:
-            with pytest.raises(VerbsError) as caught:
-                share_region(handle, descriptor)
-            assert caught.value.errno == code
-
-        descriptor = os.memfd_create("aioverbs-test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(descriptor, length)
-            refused(descriptor)  # not sealed
-            os.ftruncate(descriptor, length - 1)
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-            refused(descriptor)  # too short
-        finally:
-            os.close(descriptor)
-        refused(0)
-        refused(-1)
-
-
 @direct_only
-async def test_few_descriptors_are_left_to_others(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (8, 8))
+async def test_mappings_of_deregistered_files_go_with_the_next_one(device: Device) -> None:
+    collect_garbage()
+    others = mapped()
     async with scene(device) as here:
-        with pytest.raises(OSError, match="Too many open files"):
-            register_file(lifecycle_of(here.pair.far), here.pair.remote_domain.base.handle, PAGE)
+        for _ in range(3):
+            async with bound_file(here, PAGE) as (_, remote):
+                assert await is_cached(here, remote)
+                assert mapped() == others + 2
+            assert mapped() == others + 1
+    assert mapped() == others
+
+
+async def test_a_file_is_filled_within_its_bounds(device: Device) -> None:
+    async with scene(device) as here, bound_file(here, PAGE) as (file, _):
+        file.fill([])
+        file.fill([bytes(PAGE - 1), b"x"])
+        with pytest.raises(ValueError, match="more than 4096 bytes"):
+            file.fill([bytes(PAGE), b"x"])
+        with pytest.raises(TypeError):
+            file.fill([17])  # type: ignore[list-item]
+    with pytest.raises(ClosedResourceError):
+        file.fill([b"x"])
+
+
+@pytest.mark.parametrize("size", [0, (4 << 20) + 1])
+async def test_files_have_at_most_4_mib(device: Device, size: int) -> None:
+    async with scene(device) as here:
+        with pytest.raises(VerbsError) as caught:
+            register_file(lifecycle_of(here.pair.far), here.pair.remote_domain.base.handle, size)
+        assert caught.value.errno == errno.EINVAL
+
+
+async def test_few_descriptors_are_left_to_others(device: Device) -> None:
+    """Files take the lower half of the descriptors alone, however many are requested."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    async with scene(device) as here:
+        far, pd = here.pair.far, here.pair.remote_domain.base.handle
+        files: list[FileRegion] = []
+        in_use = max(map(int, os.listdir("/proc/self/fd")))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (2 * in_use + 40, limits[1]))
+        try:
+            with pytest.raises(VerbsError, match="Too many open files"):
+                files.extend(register_file(lifecycle_of(far), pd, PAGE)[1] for _ in range(2 * in_use + 40))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert 20 <= len(files) <= in_use + 21
+        for file in files:
+            file.destroy()
+            lifecycle_of(far).detach(file)

@@ -680,8 +680,8 @@ static bool is_mapped(const struct soft_link *link, uint32_t number, uint64_t le
 static void only_sealed_small_files_are_mapped(void)
 {
     struct sender sender;
-    int pipes[2], fd, unsealed;
-    uint8_t byte = 0xa5;
+    int pipes[2], sockets[2], fd, unsealed;
+    uint8_t byte = 0xa5, got = 0;
     unsigned int i, before;
 
     open_both();
@@ -695,7 +695,8 @@ static void only_sealed_small_files_are_mapped(void)
         return;
     }
     fd = soft_sealed_create("aioverbs-test", 8192, 0);
-    REQUIRE(fd >= 0 && !pipe(pipes));
+    REQUIRE(fd >= 0 && !pipe(pipes) && !socketpair(AF_UNIX, SOCK_STREAM, 0, sockets));
+    REQUIRE(write(sockets[0], &byte, 1) == 1);
     unsealed = memfd_create("unsealed", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     REQUIRE(unsealed >= 0 && !ftruncate(unsealed, 8192) && !fcntl(unsealed, F_ADD_SEALS, F_SEAL_GROW));
     for (i = 4095; i < 8192; i += 4096)
@@ -707,13 +708,18 @@ static void only_sealed_small_files_are_mapped(void)
     CHECK(!is_mapped(sender.link, (uint32_t)fd, UINT64_MAX));
     CHECK(!is_mapped(sender.link, (uint32_t)unsealed, 4096));
     CHECK(!is_mapped(sender.link, (uint32_t)pipes[0], 4096));
+    CHECK(!is_mapped(sender.link, (uint32_t)sockets[1], 4096));
     CHECK(!is_mapped(sender.link, UINT32_MAX, 4096));
     close(fd);
     CHECK(!is_mapped(sender.link, (uint32_t)fd, 4096));
     fd = soft_sealed_create("aioverbs-test", (4 << 20) + 4096, 0); /* too large */
     REQUIRE(fd >= 0);
     CHECK(!is_mapped(sender.link, (uint32_t)fd, 4096));
-    EVENTUALLY(open_descriptors() == before); /* those of other kinds are closed by a thread */
+    EVENTUALLY(open_descriptors() == before);             /* those of other kinds are closed by a thread */
+    CHECK(read(sockets[1], &got, 1) == 1 && got == byte); /* which does nothing else to them */
+    CHECK(write(sockets[1], &byte, 1) == 1);
+    close(sockets[0]);
+    close(sockets[1]);
     soft_descriptor_close(fd);
     close(unsealed);
     close(pipes[0]);

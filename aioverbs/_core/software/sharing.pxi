@@ -137,28 +137,6 @@ def shared_area(ProtectionDomain pd not None):
     return PyCapsule_New(<void *>area, "aioverbs.alloc_area", _drop_area)
 
 
-def share_region(MemoryRegion region not None, int fd):
-    """Let peers on this host map the memory of a region, so that they read it without a request.
-
-    Whatever else the file contains, a peer that may read a part of the region may read, too, at any time.
-
-    :param region: a region of the software device that begins at offset 0 of the file. No peer has its key yet.
-    :param fd: descriptor of a memory file of at most 4 MiB, whose size is sealed; the caller keeps it.
-    :raises ClosedResourceError: the region is closed.
-    :raises VerbsError: with EINVAL if the file is another one, or the region has one already; with EMFILE if no
-        descriptor is left; with EOPNOTSUPP on RDMA devices.
-    """
-    cdef int error = EOPNOTSUPP
-    region._enter()
-    try:
-        if region.context.software:
-            with nogil:
-                error = s.soft_share_mr(region.pointer, fd)
-    finally:
-        region._leave()
-    region._check("ibv_reg_mr", error)
-
-
 cdef void _drop_area(object capsule) noexcept:
     # Release the shared memory area of a capsule that is being freed.
     cdef s.alloc_area *area = <s.alloc_area *>PyCapsule_GetPointer(capsule, "aioverbs.alloc_area")
@@ -219,5 +197,64 @@ cdef class ImportedRegion(MemoryRegion):
         self._enter()
         try:
             return <uintptr_t>self._here
+        finally:
+            self._leave()
+
+
+cdef class FileRegion(MemoryRegion):
+    """Memory region in a memory file of its own, which peers on this host map: they read it without a request.
+
+    Peers that have a key for a part of it can read and write all of it, at any time until it is deregistered. Only the
+    library's own process fills it, and nothing is read from it.
+
+    :param pd: the protection domain.
+    :param length: size in bytes, 1..4 MiB.
+    :param access: `AccessFlags`.
+    :raises OverflowError: `length` is negative.
+    :raises ClosedResourceError: `pd` is closed.
+    :raises VerbsError: as of `MemoryRegion`; with EINVAL for another length; with EMFILE if more than half of the
+        process's descriptors are in use; with EOPNOTSUPP on RDMA devices.
+    """
+
+    def __init__(self, ProtectionDomain pd not None, size_t length, access):
+        cdef int error = EOPNOTSUPP, flags = access
+        self._begin()
+        pd._enter()
+        self.context = pd.context
+        self.pd = pd
+        try:
+            if pd.context.software:
+                with nogil:
+                    self.pointer = s.soft_make_file_mr(pd.pointer, length, flags)
+                    error = errno
+            if not self.pointer:
+                raise VerbsError("ibv_reg_mr", error)
+            self._opened(f"lkey {self.pointer.lkey:#x}, {length} bytes of a file")
+        except BaseException:
+            if self.pointer:
+                self._destroy_verb()
+            pd._leave()
+            raise
+
+    def fill(self, parts):
+        """Copy bytes, one part after the other, to the begin of the memory.
+
+        :param parts: objects with the buffer protocol, contiguous.
+        :raises ValueError: they are longer than the memory.
+        :raises ClosedResourceError: the region is closed.
+        """
+        cdef Py_buffer part
+        cdef size_t at = 0
+        self._enter()
+        try:
+            for each in parts:
+                PyObject_GetBuffer(each, &part, PyBUF_SIMPLE)
+                try:
+                    if <size_t>part.len > self.pointer.length - at:
+                        raise ValueError(f"the parts have more than {self.pointer.length} bytes")
+                    memcpy(<char *>self.pointer.addr + at, part.buf, part.len)
+                    at += part.len
+                finally:
+                    PyBuffer_Release(&part)
         finally:
             self._leave()

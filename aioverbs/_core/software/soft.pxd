@@ -142,7 +142,7 @@ cdef extern from "soft/objects/shared_keys.h" nogil:
 
 
 cdef extern from "soft/objects/mr.h" nogil:
-    int soft_share_mr(ibv_mr *, int)
+    ibv_mr *soft_make_file_mr(ibv_pd *, size_t, int)
 
 
 cdef extern from "soft/base/fork_fds.h" nogil:

@@ -1,6 +1,7 @@
+from collections.abc import Iterable
 from typing import ClassVar, Never
 
-from typing_extensions import TypedDict, disjoint_base
+from typing_extensions import Buffer, TypedDict, disjoint_base
 
 from aioverbs._core.handles import handles
 from aioverbs._core.handles.handles import (
@@ -35,7 +36,6 @@ def open_shared(context: handles.Context, number: int, share_key: int) -> Protec
 def import_shared(context: handles.Context, fd: int, share_key: int) -> ProtectionDomain: ...
 def export(pd: ProtectionDomain) -> int: ...
 def shared_area(pd: ProtectionDomain) -> object: ...
-def share_region(region: MemoryRegion, fd: int) -> None: ...
 
 class Context(handles.Context):
     @staticmethod
@@ -61,6 +61,11 @@ class ImportedRegion(MemoryRegion):
     def access(self) -> AccessFlags: ...
     @property
     def here(self) -> int: ...
+
+@disjoint_base
+class FileRegion(MemoryRegion):
+    def __init__(self, pd: ProtectionDomain, length: int, access: AccessFlags) -> None: ...
+    def fill(self, parts: Iterable[Buffer]) -> None: ...
 
 @disjoint_base
 class FaultPlan:

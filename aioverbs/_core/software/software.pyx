@@ -16,6 +16,7 @@ from aioverbs.errors import ClosedResourceError, VerbsError
 from aioverbs.software_peers import FabricStatistics, Peer, RejectedPeer
 from aioverbs.types import AccessFlags, WcStatus
 
+from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from cpython.number cimport PyNumber_Index
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_New

@@ -26,8 +26,9 @@ struct set {
 
 static unsigned long owned[LIMIT / WORD]; /* under the lock, a bit for each owned descriptor */
 static int highest = -1;                  /* under the lock: largest descriptor that was ever owned */
-static struct set to_close;               /* under the lock, like the next two: descriptors for the closing thread */
+static struct set to_close;               /* under the lock, like the next three: descriptors for the closing thread */
 static struct set received_fds;           /* descriptors received while closing one of `to_close`; closed first */
+static struct set returned_fds;           /* descriptors that are closed, and nothing else */
 static bool closing;                      /* whether the closing thread runs */
 static struct soft_mutex lock = SOFT_MUTEX_INITIALIZER(SOFT_RANK_DESCRIPTORS);
 static pthread_once_t once = PTHREAD_ONCE_INIT;
@@ -133,16 +134,18 @@ static int take_lowest(struct set *set)
 }
 
 /* Take the next descriptor to close, which is in no set afterwards; return -1 if there is none. */
-static int next_to_close(bool *was_received)
+static int next_to_close(const struct set **from)
 {
+    struct set *set;
     int fd = -1;
 
     soft_descriptors_hold();
-    *was_received = received_fds.count;
-    closing = received_fds.count || to_close.count;
+    set = received_fds.count ? &received_fds : returned_fds.count ? &returned_fds : &to_close;
+    closing = set->count;
     if (closing)
-        fd = take_lowest(received_fds.count ? &received_fds : &to_close);
+        fd = take_lowest(set);
     soft_descriptors_release();
+    *from = set;
     return fd;
 }
 
@@ -206,15 +209,16 @@ static void *close_queued(void *unused)
 {
     static const struct linger none = {0};
     char bytes[4096];
-    bool was_received;
+    const struct set *from;
     ssize_t got;
     int fd;
 
     (void)unused;
     prctl(PR_SET_NAME, "aioverbs-close");
-    while ((fd = next_to_close(&was_received)) >= 0) {
-        setsockopt(fd, SOL_SOCKET, SO_LINGER, &none, sizeof(none)); /* fails for most, which are no sockets */
-        if (!was_received && socket_is(fd, SO_DOMAIN, AF_UNIX) && socket_is(fd, SO_TYPE, SOCK_STREAM)) {
+    while ((fd = next_to_close(&from)) >= 0) {
+        if (from != &returned_fds)
+            setsockopt(fd, SOL_SOCKET, SO_LINGER, &none, sizeof(none)); /* fails for most, which are no sockets */
+        if (from == &to_close && socket_is(fd, SO_DOMAIN, AF_UNIX) && socket_is(fd, SO_TYPE, SOCK_STREAM)) {
             soft_descriptors_prepare_socket(fd);
             shutdown(fd, SHUT_RDWR);
             take_message(fd, bytes, sizeof(bytes), &received_fds, &got);
@@ -238,7 +242,7 @@ static void start_closing(void)
     pthread_t thread;
 
     assert_held(&lock);
-    if (closing || !(to_close.count || received_fds.count))
+    if (closing || !(to_close.count || received_fds.count || returned_fds.count))
         return;
     sigfillset(&all); /* signals are for the user's threads */
     pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -248,10 +252,10 @@ static void start_closing(void)
         pthread_detach(thread);
 }
 
-/* Have the closing thread close a descriptor. Call under the lock. */
-static void queue_close(int fd)
+/* Have the closing thread close a descriptor of a set. Call under the lock. */
+static void queue_close(struct set *set, int fd)
 {
-    put_into(&to_close, fd);
+    put_into(set, fd);
     start_closing();
 }
 
@@ -260,7 +264,14 @@ void soft_descriptor_discard(int fd)
     if (fd < 0)
         return;
     soft_descriptors_hold();
-    queue_close(fd);
+    queue_close(&to_close, fd);
+    soft_descriptors_release();
+}
+
+void soft_descriptor_return(int fd)
+{
+    soft_descriptors_hold();
+    queue_close(&returned_fds, fd);
     soft_descriptors_release();
 }
 
@@ -270,7 +281,7 @@ bool soft_descriptors_are_stuck(void)
 
     soft_descriptors_hold();
     start_closing(); /* without new peers, no other call starts the thread */
-    stuck = to_close.count > MESSAGE;
+    stuck = to_close.count + returned_fds.count > MESSAGE;
     soft_descriptors_release();
     return stuck;
 }
@@ -297,7 +308,7 @@ static void own_received(struct msghdr *message, int *memory_fds, bool *unwanted
         if (fcntl(fd, F_GET_SEALS) >= 0) {
             *memory_fds++ = soft_descriptor_own(fd);
         } else {
-            queue_close(fd); /* the message still refers to the file, but this close may block as well */
+            queue_close(&to_close, fd); /* the message still refers to the file, but this close may block as well */
             *unwanted = true;
         }
     }

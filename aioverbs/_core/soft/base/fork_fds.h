@@ -44,6 +44,10 @@ ssize_t soft_descriptors_receive_discarding(int fd, void *to, size_t size, bool 
 /* Have the closing thread close a descriptor. A child that is forked while the descriptor is being closed keeps it. */
 void soft_descriptor_discard(int fd);
 
+/* Have the closing thread close a descriptor of a file that another process uses, too, which it leaves as it is: it
+ * shuts no socket down and reads nothing from it. */
+void soft_descriptor_return(int fd);
+
 /* Close a Unix socket to an untrusted peer. Nothing is sent or received afterwards. */
 void soft_descriptor_close_socket(int fd);
 

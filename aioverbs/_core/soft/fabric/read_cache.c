@@ -399,12 +399,25 @@ static int get_file(const struct soft_read_cache_owner *owner, uint32_t number)
 {
     int fd;
 
-    if (owner->process < 0)
+    if (owner->process < 0 || soft_descriptors_are_stuck())
         return -1;
-    soft_descriptors_hold();
-    fd = soft_descriptor_own((int)syscall(SYS_pidfd_getfd, owner->process, number, 0));
-    soft_descriptors_release();
-    return fd;
+    /* This may wait for the owner's execve(), so forks are not held off: a child may keep the descriptor. */
+    fd = (int)syscall(SYS_pidfd_getfd, owner->process, number, 0);
+    if (fd < 0)
+        return -1;
+    /* The owner may have deregistered the region, or execute another program, whose descriptor it is now. */
+    if (soft_sealed_is_small(fd) && is_memory_of_owner(owner))
+        return fd;
+    soft_descriptor_return(fd);
+    return -1;
+}
+
+static bool is_valid(const struct soft_read_cache_owner *owner, const struct soft_read_cache_entry *entry,
+                     uint32_t qp_num)
+{
+    struct soft_read_cache_versions versions = versions_of(owner->page, entry->key, qp_num);
+
+    return entry->owner_serial == owner->serial && are_equal(&versions, &entry->versions);
 }
 
 void soft_read_cache_map(const struct soft_link *link, struct soft_read_cache_entry *entry, uint32_t number)
@@ -415,16 +428,22 @@ void soft_read_cache_map(const struct soft_link *link, struct soft_read_cache_en
 
     if (!owner || owner->serial != entry->owner_serial || (fd = get_file(owner, number)) < 0)
         return;
-    if (!soft_sealed_is_small(fd)) {
-        soft_descriptor_discard(fd);
-        return;
-    }
     if (entry->length <= (uint64_t)soft_sealed_bytes(fd)) {
         memory = mmap(NULL, entry->length, PROT_READ, MAP_SHARED, fd, 0);
         if (memory != MAP_FAILED && !madvise(memory, entry->length, MADV_DONTFORK))
             entry->memory = memory;
     }
-    soft_descriptor_close(fd);
+    close(fd);
+}
+
+void soft_read_cache_clear_invalid(const struct soft_link *link, uint32_t qp_num, struct soft_read_cache_entry *entries)
+{
+    const struct soft_read_cache_owner *owner = atomic_load(&link->read_cache_owner);
+    unsigned int i;
+
+    for (i = 0; i < SOFT_READ_CACHE_ENTRIES; i++)
+        if (entries[i].memory && (!owner || !is_valid(owner, &entries[i], qp_num)))
+            soft_read_cache_clear(&entries[i], 1);
 }
 
 void soft_read_cache_clear(struct soft_read_cache_entry *entries, unsigned int count)

@@ -13,11 +13,12 @@
  * answer held. The page contains nothing else, and only its owner can write it; a peer that lies in the page lets the
  * requester read memory of which that peer could have sent anything as well.
  *
- * The owner may also say that the range is the begin of a memory file (soft_share_mr), and by which of its descriptors.
- * The requester gets that file from the owner's process, without its help (pidfd_getfd), and maps it: then a read is a
- * memcpy, which makes no system call. The descriptor may be another file's by then, if the region was
- * deregistered meanwhile; but then the grant is not valid either. A file that is not sealed, or large, is not used: so
- * no read faults, and unmapping takes no longer than freeing 4 MiB. What a file contains is the owner's business. */
+ * The owner may also say that the range is the begin of a memory file (soft_make_file_mr), and by which of its
+ * descriptors. The requester gets that file from the owner's process, without its help (pidfd_getfd), and maps it: then
+ * a read is a memcpy, which makes no system call. The descriptor may be another file's by then, if the region was
+ * deregistered meanwhile; then the grant is not valid either, and that file is left as it is. A file that is not
+ * sealed, or large, is not used: so no read faults, and unmapping takes no longer than freeing 4 MiB. What a file
+ * contains is the owner's business. */
 #ifndef AIOVERBS_SOFT_FABRIC_READ_CACHE_H
 #define AIOVERBS_SOFT_FABRIC_READ_CACHE_H
 
@@ -60,6 +61,10 @@ bool soft_read_cache_copy(const struct soft_link *link, uint32_t qp_num, const s
 /* Map the range of a new entry, which the owner says to be the begin of the memory file that is its descriptor
  * `number`. If that is not possible, reads go on without. */
 void soft_read_cache_map(const struct soft_link *link, struct soft_read_cache_entry *entry, uint32_t number);
+
+/* Clear the entries of a queue pair whose mapped memory cannot be read any more. Under sq_lock. */
+void soft_read_cache_clear_invalid(const struct soft_link *link, uint32_t qp_num,
+                                   struct soft_read_cache_entry *entries);
 
 /* Clear entries of a queue pair, and unmap their memory. Under sq_lock. */
 void soft_read_cache_clear(struct soft_read_cache_entry *entries, unsigned int count);

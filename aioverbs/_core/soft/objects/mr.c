@@ -6,6 +6,7 @@
 #include <fcntl.h>
 #include <stdlib.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 
 #include "soft/base/epoch.h"
 #include "soft/base/fork_fds.h"
@@ -100,22 +101,41 @@ struct ibv_mr *soft_reg_mr(struct ibv_pd *ibv_pd, void *address, size_t length, 
     return &mr->mr;
 }
 
-int soft_share_mr(struct ibv_mr *ibv_mr, int fd)
+/* Return whether a new descriptor is beyond half of those that the process may have: numbers are given from the lowest
+ * on. */
+static bool is_scarce(int fd)
 {
-    struct soft_mr *mr = container_of(ibv_mr, struct soft_mr, mr);
-    int own, none = -1;
+    struct rlimit limit;
 
-    if (!soft_sealed_is_small(fd) || (size_t)soft_sealed_bytes(fd) < mr->mr.length)
-        return EINVAL;
-    soft_descriptors_hold();
-    own = soft_descriptor_own(fcntl(fd, F_DUPFD_CLOEXEC, 0));
-    soft_descriptors_release();
-    if (own < 0)
-        return errno;
-    if (atomic_compare_exchange_strong(&mr->file, &none, own))
-        return 0;
-    soft_descriptor_close(own);
-    return EINVAL;
+    return !getrlimit(RLIMIT_NOFILE, &limit) && limit.rlim_cur != RLIM_INFINITY && (rlim_t)fd > limit.rlim_cur / 2;
+}
+
+struct ibv_mr *soft_make_file_mr(struct ibv_pd *pd, size_t length, int access)
+{
+    int fd = soft_sealed_create("aioverbs-messages", (off_t)length, F_SEAL_SEAL), error;
+    void *memory = MAP_FAILED;
+    struct ibv_mr *mr = NULL;
+
+    if (fd < 0)
+        return NULL;
+    if (is_scarce(fd))
+        errno = EMFILE;
+    else if (!length || !soft_sealed_is_small(fd))
+        errno = EINVAL;
+    else
+        memory = mmap(NULL, length, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (memory != MAP_FAILED && !madvise(memory, length, MADV_DONTFORK))
+        mr = soft_reg_mr(pd, memory, length, access);
+    if (mr) {
+        atomic_store(&container_of(mr, struct soft_mr, mr)->file, fd);
+        return mr;
+    }
+    error = errno;
+    if (memory != MAP_FAILED)
+        munmap(memory, length);
+    soft_descriptor_close(fd);
+    errno = error;
+    return NULL;
 }
 
 int soft_dereg_mr(struct ibv_mr *ibv_mr)
@@ -140,7 +160,10 @@ int soft_dereg_mr(struct ibv_mr *ibv_mr)
     }
     device->hooks->invalidate_key(device, mr->key.number);
     device->hooks->release_mr(device, mr);
-    soft_descriptor_close(atomic_load(&mr->file)); /* no grant that was given with it is valid any more */
+    if (atomic_load(&mr->file) >= 0) { /* no grant that was given with it is valid any more */
+        munmap(mr->mr.addr, mr->mr.length);
+        soft_descriptor_close(atomic_load(&mr->file));
+    }
     soft_pd_remove_key(mr->pd, &mr->key);
     soft_key_release(context->device, &mr->key);
     atomic_fetch_sub(&context->mrs, 1);

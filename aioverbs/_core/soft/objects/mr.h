@@ -18,7 +18,7 @@ struct soft_mr {
     int access;
     /* number of windows bound to the region, which cannot be deregistered before they are unbound */
     atomic_uint windows;
-    atomic_int file; /* descriptor of the memory file that the region lies in, for peers to map it; -1: none */
+    atomic_int file; /* descriptor of the memory file that the region owns, for peers to map it; -1: none */
 };
 
 struct soft_segment {
@@ -29,11 +29,11 @@ struct soft_segment {
 struct ibv_mr *soft_reg_mr(struct ibv_pd *pd, void *address, size_t length, int access);
 int soft_dereg_mr(struct ibv_mr *mr);
 
-/* Let peers of this user map the memory of a region, to read it without a request: it is the begin of the memory file
- * `fd`, which is sealed. Whatever else the file contains, a peer that may read a part of the region may read, too, at
- * any time. Call once, before a peer has a key. The descriptor is duplicated. Return 0 or an errno: EINVAL for another
- * file. */
-int soft_share_mr(struct ibv_mr *mr, int fd);
+/* Make a memory file of up to 4 MiB, and register it: peers of this user map it, to read it without a request. A peer
+ * that may read a part of it can read and write all of it, at any time until it has unmapped it. The region owns the
+ * memory. Return NULL and errno: as soft_reg_mr; EINVAL for another size; EMFILE if more than half of the process's
+ * descriptors are in use, so that the other half is left for what needs them. */
+struct ibv_mr *soft_make_file_mr(struct ibv_pd *pd, size_t length, int access);
 
 /* Return the address of a range, or NULL if `key` is not the region's current key, `pd` is of another domain, the range
  * exceeds the region, or a bit of `access` was not granted. Call in a grace section; the address stays valid until the

@@ -178,7 +178,7 @@ class AnnouncedMessages:
         self._unanswered: dict[int, AnnouncedMessage] = {}  # by number
         # Numbers that the peer may still withdraw before it gets the answer, at most `_limit`.
         self._answered: list[int] = []
-        self._held: list[int] = []  # numbers whose answers are sent at the end of the loop's turn
+        self._held: deque[int] = deque()  # numbers whose answers are sent at the end of the loop's turn
         self._is_scheduled = False  # whether a callback will send them
 
     def add(self, number: int, data: bytes, flags: int) -> AnnouncedMessage | None:
@@ -251,11 +251,15 @@ class AnnouncedMessages:
             self._is_scheduled = True
 
     def _send_answers(self) -> None:
-        """Send the answers that are held back."""
+        """Send the answers that are held back, each once, also if a finalizer calls this in the middle."""
         self._is_scheduled = False
-        while self._held:
-            self._sender.send_answer(self._held[0])
-            del self._held[0]
+        try:
+            while self._held:
+                self._sender.send_answer(self._held.popleft())
+        except BaseException:  # such as KeyboardInterrupt
+            self._is_scheduled = True
+            running_loop().call_soon(self._send_answers)
+            raise
 
     async def read(self, message: AnnouncedMessage) -> memoryview | None:
         """Read a message into memory of the library, and answer it.

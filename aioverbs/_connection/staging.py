@@ -18,7 +18,7 @@ from aioverbs._core.software.software import FileRegion
 from aioverbs._lifecycle.affinity import running_loop
 from aioverbs._lifecycle.resource import lifecycle_of
 from aioverbs._memory.region import MemoryRegion, MemoryWindow, WaitableInFlightCount, register_file
-from aioverbs.errors import VerbsError
+from aioverbs.errors import BusyResourceError, VerbsError
 from aioverbs.types import AccessFlags
 
 __all__ = ["Copy", "Staging"]
@@ -173,7 +173,7 @@ class Staging:
         try:
             await message.key.aclose()
             self._release(message.memory)
-        except VerbsError as error:
+        except (VerbsError, BusyResourceError) as error:
             self._stuck.append(message)
             self._channel.fail(f"the key of a message could not be invalidated: {error}", copy.copy(error))
 
@@ -181,13 +181,14 @@ class Staging:
         """Release memory for which no key was made, when no bind of a window is in flight any more."""
         assert isinstance(region.pins, WaitableInFlightCount)
         await region.pins.wait()
-        with contextlib.suppress(VerbsError):  # the end of the queue pair deregisters it
+        with contextlib.suppress(VerbsError, BusyResourceError):  # the end of the queue pair deregisters it
             self._release(memory)
 
     def _release(self, memory: memoryview | FileRegion) -> None:
         """Release memory that no key leads to. That of the domain goes back by itself.
 
         :raises VerbsError: a file cannot be deregistered. The end of the queue pair does that.
+        :raises BusyResourceError: a window is bound to it, which could not be closed.
         """
         if isinstance(memory, FileRegion):
             memory.destroy()

@@ -89,6 +89,7 @@ def test_the_family_has_every_kind(inline: software.Context) -> None:
     assert kinds - {type(handle) for handle in make_all(inline).values()} == {
         handles.Handle,
         handles.Context,
+        software.FileRegion,
         software.ImportedRegion,
     }
 

@@ -45,7 +45,8 @@ ssize_t soft_descriptors_receive_discarding(int fd, void *to, size_t size, bool 
 void soft_descriptor_discard(int fd);
 
 /* Have the closing thread close a descriptor of a file that another process uses, too, which it leaves as it is: it
- * shuts no socket down and reads nothing from it. */
+ * shuts no socket down and reads nothing from it. (As with each close, locks by fcntl() that this process has on that
+ * file end.) */
 void soft_descriptor_return(int fd);
 
 /* Close a Unix socket to an untrusted peer. Nothing is sent or received afterwards. */

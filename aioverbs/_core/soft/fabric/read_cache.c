@@ -432,6 +432,8 @@ void soft_read_cache_map(const struct soft_link *link, struct soft_read_cache_en
         memory = mmap(NULL, entry->length, PROT_READ, MAP_SHARED, fd, 0);
         if (memory != MAP_FAILED && !madvise(memory, entry->length, MADV_DONTFORK))
             entry->memory = memory;
+        else if (memory != MAP_FAILED)
+            munmap(memory, entry->length);
     }
     close(fd);
 }

@@ -16,9 +16,9 @@
  * The owner may also say that the range is the begin of a memory file (soft_make_file_mr), and by which of its
  * descriptors. The requester gets that file from the owner's process, without its help (pidfd_getfd), and maps it: then
  * a read is a memcpy, which makes no system call. The descriptor may be another file's by then, if the region was
- * deregistered meanwhile; then the grant is not valid either, and that file is left as it is. A file that is not
- * sealed, or large, is not used: so no read faults, and unmapping takes no longer than freeing 4 MiB. What a file
- * contains is the owner's business. */
+ * deregistered meanwhile; then the grant is not valid either, and the descriptor is closed and used for nothing else. A
+ * file that is not sealed, or large, is not used: so no read faults, and unmapping takes no longer than freeing 4 MiB.
+ * What a file contains is the owner's business. */
 #ifndef AIOVERBS_SOFT_FABRIC_READ_CACHE_H
 #define AIOVERBS_SOFT_FABRIC_READ_CACHE_H
 

@@ -112,10 +112,15 @@ static bool is_scarce(int fd)
 
 struct ibv_mr *soft_make_file_mr(struct ibv_pd *pd, size_t length, int access)
 {
-    int fd = soft_sealed_create("aioverbs-messages", (off_t)length, F_SEAL_SEAL), error;
+    int error = soft_verb_error(to_soft_context(pd->context), SOFT_VERB_reg_mr), fd;
     void *memory = MAP_FAILED;
     struct ibv_mr *mr = NULL;
 
+    if (error) {
+        errno = error;
+        return NULL;
+    }
+    fd = soft_sealed_create("aioverbs-messages", (off_t)length, F_SEAL_SEAL);
     if (fd < 0)
         return NULL;
     if (is_scarce(fd))

@@ -116,7 +116,8 @@ bool soft_cached_read(struct soft_qp *qp, const struct soft_wqe *wqe, const stru
     read_run_add(qp, &run, wqe, request);
     read_run_add_others(qp, &run);
     if (!soft_read_cache_copy(qp->link, qp->attr.dest_qp_num, run.reads, run.count, run.pieces, run.piece_count)) {
-        soft_read_cache_clear(cache_entry_of(qp, wqe->rkey), 1);
+        cache_entry_of(qp, wqe->rkey)->owner_serial = 0;
+        soft_read_cache_clear_invalid(qp->link, qp->attr.dest_qp_num, qp->read_cache_entries);
         return false;
     }
     if (qp->req.waiting) /* the queue pair waits for the connection: nothing is in flight */

@@ -130,16 +130,15 @@ def _advise(memory: mmap.mmap, about_huge_pages: int) -> None:
 
 
 class _QueueMemory(Registered):
-    """Memory of a queue for its own use, registered for the lifetime of the queue at most.
+    """Memory of a queue for its own use, registered for the lifetime of the queue.
 
-    :param pages: the memory.
-    :param access: access rights that it is registered with.
+    :param size: size in bytes, at least 1.
+    :raises OSError: the process cannot map that much memory.
     """
 
-    def __init__(self, pages: mmap.mmap, access: AccessFlags) -> None:
+    def __init__(self, size: int) -> None:
         self.pins = WaitableInFlightCount()
-        self.pages = pages
-        self.access = access
+        self.pages = map_pages(size)
 
     @property
     def buffer(self) -> memoryview:
@@ -158,10 +157,10 @@ def register_queue_memory(lifecycle: Lifecycle, pd: handles.ProtectionDomain, si
     :raises VerbsError: the device cannot register the memory, which is unmapped in this case.
     :raises ClosedResourceError: the protection domain is closed.
     """
-    own = _QueueMemory(map_pages(size), AccessFlags.LOCAL_WRITE)
-    handle = handles.MemoryRegion(pd, own.pages, own.access)
+    own = _QueueMemory(size)
+    handle = handles.MemoryRegion(pd, own.pages, AccessFlags.LOCAL_WRITE)
     lifecycle.hold_below(handle)
-    return RegionSlice.of_all(own, handle, own.pins, own.access)
+    return RegionSlice.of_all(own, handle, own.pins, AccessFlags.LOCAL_WRITE)
 
 
 class _FileMemory(Registered):

@@ -10,7 +10,6 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
@@ -29,6 +28,7 @@ from tests.connections.ends import HOST, deeper
 from tests.connections.other import SIZE
 from tests.garbage import collect_garbage
 from tests.pace import patience
+from tests.resident import mapped_copies
 from tests.waiting import until
 
 START = (
@@ -271,12 +271,8 @@ async def test_a_peer_stopped_for_longer_than_keep_alive(device: Device, there: 
 @pytest.mark.stops_processes
 async def test_cancelled_messages_to_a_stopped_peer_leave_nothing(device: Device, there: Other) -> None:
     """The window of each copy is bound behind a message that the peer's device does not acknowledge."""
-
-    def files() -> int:
-        return sum("memfd:aioverbs-messages" in line for line in Path("/proc/self/maps").read_text().splitlines())
-
     collect_garbage()
-    others = files()
+    others = mapped_copies()
     async with talking(device, there, b"echo", deeper(SETTINGS)) as (connection, _):
         there.process.send_signal(signal.SIGSTOP)
         try:
@@ -286,11 +282,11 @@ async def test_cancelled_messages_to_a_stopped_peer_leave_nothing(device: Device
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(0.02):
                         await connection.send(b"long" * 100_000)
-            assert files() == others + 3 * device.software
+            assert mapped_copies() == others + 3 * device.software
         finally:
             there.process.send_signal(signal.SIGCONT)
         assert await connection.receive() == b"second"
-        await until(lambda: files() == others)
+        await until(lambda: mapped_copies() == others)
 
 
 @pytest.mark.stops_processes

@@ -7,7 +7,6 @@ import os
 import random
 import resource
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,6 +33,7 @@ from tests.fabric.test_frames import QUICK, SIZE, Scene, pattern, scene
 from tests.fabric.two import end, peer_process
 from tests.garbage import collect_garbage
 from tests.pace import patience
+from tests.resident import mapped_copies
 
 PAGE = 4096
 MAX_CACHED_READ = 16 * 1024  # longest read that uses a remembered permission, in bytes
@@ -373,11 +373,6 @@ async def bound_file(here: Scene, size: int) -> AsyncIterator[tuple[FileRegion, 
     lifecycle_of(far).detach(file)
 
 
-def mapped() -> int:
-    """Return how many mappings of memory files this process has."""
-    return sum("memfd:aioverbs-messages" in line for line in Path("/proc/self/maps").read_text().splitlines())
-
-
 @direct_only
 @pytest.mark.parametrize("size", [8, MAX_CACHED_READ + 1, FILE])
 async def test_reads_of_a_mapped_file_send_no_requests(device: Device, size: int) -> None:
@@ -425,28 +420,28 @@ async def test_a_file_is_not_read_when_its_window_is_gone(device: Device) -> Non
 @direct_only
 async def test_mappings_end_with_the_queue_pair(device: Device) -> None:
     collect_garbage()
-    others = mapped()
+    others = mapped_copies()
     async with scene(device) as here, contextlib.AsyncExitStack() as files:
         for count in range(1, 4):
             remote = (await files.enter_async_context(bound_file(here, PAGE)))[1]
             assert await is_cached(here, remote)
-            assert mapped() == others + 2 * count  # the owner's is in this process, too
+            assert mapped_copies() == others + 2 * count  # the owner's is in this process, too
         here.pair.near.to_reset()
-        assert mapped() == others + 3
-    assert mapped() == others
+        assert mapped_copies() == others + 3
+    assert mapped_copies() == others
 
 
 @direct_only
 async def test_mappings_of_deregistered_files_go_with_the_next_one(device: Device) -> None:
     collect_garbage()
-    others = mapped()
+    others = mapped_copies()
     async with scene(device) as here:
         for _ in range(3):
             async with bound_file(here, PAGE) as (_, remote):
                 assert await is_cached(here, remote)
-                assert mapped() == others + 2
-            assert mapped() == others + 1
-    assert mapped() == others
+                assert mapped_copies() == others + 2
+            assert mapped_copies() == others + 1
+    assert mapped_copies() == others
 
 
 async def test_a_file_is_filled_within_its_bounds(device: Device) -> None:
@@ -456,7 +451,7 @@ async def test_a_file_is_filled_within_its_bounds(device: Device) -> None:
         with pytest.raises(ValueError, match="more than 4096 bytes"):
             file.fill([bytes(PAGE), b"x"])
         with pytest.raises(TypeError):
-            file.fill([17])  # type: ignore[list-item]
+            file.fill([17])  # type: ignore[list-item]  # what is tested
     with pytest.raises(ClosedResourceError):
         file.fill([b"x"])
 

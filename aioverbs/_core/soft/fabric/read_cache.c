@@ -319,21 +319,22 @@ bool soft_read_cache_note(const struct soft_link *link, uint32_t key, uint32_t q
     return true;
 }
 
+static bool is_valid(const struct soft_read_cache_owner *owner, const struct soft_read_cache_entry *entry,
+                     uint32_t qp_num)
+{
+    struct soft_read_cache_versions versions = versions_of(owner->page, entry->key, qp_num);
+
+    return entry->owner_serial == owner->serial && are_equal(&versions, &entry->versions);
+}
+
 static bool read_cache_holds(const struct soft_read_cache_owner *owner, uint32_t qp_num,
                              const struct soft_read_cache_read *reads, unsigned int count)
 {
     unsigned int i;
 
-    for (i = 0; i < count; i++) {
-        const struct soft_read_cache_entry *entry = reads[i].entry;
-        struct soft_read_cache_versions versions;
-
-        if (i && entry == reads[i - 1].entry)
-            continue;
-        versions = versions_of(owner->page, entry->key, qp_num);
-        if (entry->owner_serial != owner->serial || !are_equal(&versions, &entry->versions))
+    for (i = 0; i < count; i++)
+        if ((!i || reads[i].entry != reads[i - 1].entry) && !is_valid(owner, reads[i].entry, qp_num))
             return false;
-    }
     return true;
 }
 
@@ -410,14 +411,6 @@ static int get_file(const struct soft_read_cache_owner *owner, uint32_t number)
         return fd;
     soft_descriptor_return(fd);
     return -1;
-}
-
-static bool is_valid(const struct soft_read_cache_owner *owner, const struct soft_read_cache_entry *entry,
-                     uint32_t qp_num)
-{
-    struct soft_read_cache_versions versions = versions_of(owner->page, entry->key, qp_num);
-
-    return entry->owner_serial == owner->serial && are_equal(&versions, &entry->versions);
 }
 
 void soft_read_cache_map(const struct soft_link *link, struct soft_read_cache_entry *entry, uint32_t number)

@@ -332,12 +332,12 @@ cdef class CqDispatcher:
         return now + spin_ns if spinner_begin(now, now + spin_ns, self.processors) else 0
 
     cdef uint64_t _yield_processor(self, uint64_t now) noexcept:
-        # Before polling, let run what waits for this processor. That may be the peer, which polling would keep from
-        # answering: the kernel often wakes it on the processor of the thread that wakes it. Do nothing if other threads
-        # may change the state meanwhile, nor with POLLS, which has a processor for each end. Return the time after
-        # that; if it took long, since others need the processor, awaits have spun for that time in this turn.
+        # Let run what waits for this processor. That may be the peer, which polling would keep from answering: the
+        # kernel often wakes it on the processor of the thread that wakes it. Do nothing if other threads may change the
+        # state meanwhile. Return the time after that; if it took long, since others need the processor, awaits have
+        # spun for that time in this turn.
         cdef uint64_t after
-        if self.any_thread or self.model == POLLS:
+        if self.any_thread:
             return now
         with nogil:
             sched_yield()
@@ -535,16 +535,16 @@ cdef class CqDispatcher:
         # Yield the processor, and poll until the operation is done, or until awaits have spun for `spin_ns` in this
         # turn. Return the time that this one took, with that of the yield. After a first moment, poll without the GIL.
         # If calls of several threads must not overlap (a thread domain without an owner), release the GIL only between
-        # two polls.
+        # two polls. With POLLS, which is to have a processor for each end, yield only after polling in vain for a while.
         cdef v.ibv_wc wcs[POLL_BATCH]
         cdef uint64_t began = turn_clock(), yielded, now, until, end, moment
         cdef bint shared = self.handle.affinity is not None and self.handle.affinity._thread == NULL
-        cdef bint unlocked
+        cdef bint unlocked, yields_later = self.model == POLLS
         cdef int found
         if turn_now.spun >= spin_ns:
             return 0
         self.spins += 1
-        now = yielded = self._yield_processor(began)
+        now = yielded = began if yields_later else self._yield_processor(began)
         until = now + spin_ns - min(turn_now.spun, spin_ns)
         moment = now + MOMENT_NS
         while operation.state == POSTED and (now < until or now == yielded):
@@ -554,7 +554,7 @@ cdef class CqDispatcher:
                     pass
                 now = turn_clock()
                 continue
-            end = min(until, now + SLICE_NS if now >= moment else moment)
+            end = min(until, moment if now < moment else now + (QUIET_SPIN_NS if yields_later else SLICE_NS))
             spinner_note(end)
             self.handle._use("ibv_poll_cq")
             unlocked = now >= moment and not shared
@@ -575,6 +575,9 @@ cdef class CqDispatcher:
                 if shared:
                     with nogil:
                         pass            # lets other threads run
+                if yields_later and operation.state == POSTED:
+                    yields_later = False
+                    self._yield_processor(turn_clock())
             now = turn_clock()
         turn_now.spun += now - yielded
         if operation.state == DONE:

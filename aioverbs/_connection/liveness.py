@@ -1,6 +1,7 @@
 """Liveness of a connection's peer: keep-alive probes, and what follows when the peer or the device is lost."""
 
 import asyncio
+import contextlib
 from contextvars import Context
 
 from aioverbs._connection.control_channel import ControlChannel
@@ -8,11 +9,12 @@ from aioverbs._connection.message_channel import MessageChannel
 from aioverbs._lifecycle.affinity import running_loop
 from aioverbs._verbs.base_domain import Domain, shared_resources_of
 from aioverbs._verbs.queue_pair import qp_work_state_of
-from aioverbs.errors import DeviceRemovedError
+from aioverbs.errors import BusyResourceError, ConcurrentAccessError, DeviceRemovedError
 
 __all__ = ["Liveness", "Ticker"]
 
 _TICKS_PER_TURN = 64
+_QUIET_FRAMES = 64  # at most, from one tick to the next, of a connection that gives its pages back
 _LINGER_S = 0.02  # completions may still arrive after the report that the peer is gone
 
 
@@ -88,7 +90,16 @@ class Liveness:
     :param keep_alive_s: time in seconds after which a silent peer counts as lost; None for no limit.
     """
 
-    __slots__ = ("_channel", "_control", "_domain", "_keep_alive_s", "_last_completed", "_ticker")
+    __slots__ = (
+        "_channel",
+        "_control",
+        "_domain",
+        "_has_pages",
+        "_keep_alive_s",
+        "_last_completed",
+        "_last_frames",
+        "_ticker",
+    )
 
     def __init__(self, channel: MessageChannel, domain: Domain, keep_alive_s: float | None) -> None:
         self._channel = channel
@@ -97,6 +108,8 @@ class Liveness:
         self._control: ControlChannel | None = None
         self._ticker: Ticker | None = None
         self._last_completed = -1
+        self._last_frames = 0
+        self._has_pages = False  # whether frames were sent or received since pages were given back
 
     def watch(self, control: ControlChannel) -> None:
         """Watch the control channel from now on: if it reports the loss of the peer or the device, fail the channel."""
@@ -121,7 +134,8 @@ class Liveness:
             ticker.discard(self)
 
     def tick(self) -> None:
-        """Probe the peer's device if no send or receive has completed since the last tick.
+        """Probe the peer's device if no send or receive has completed since the last tick, and give back the pages of
+        buffers that are hardly used.
 
         If the channel is broken or closed, stop probing. If the peer is gone, the probe fails within the time limit of
         the queue pair, and the connection breaks.
@@ -130,6 +144,7 @@ class Liveness:
         if channel.broken is not None or channel.closed:
             self._stop_probing()
             return
+        self._give_back_pages()  # before a probe, which needs some of them
         work = qp_work_state_of(channel.qp)
         assert work is not None
         assert work.send_queue is not None
@@ -137,6 +152,16 @@ class Liveness:
         if completed == self._last_completed:
             channel.sender.send_keepalive()
         self._last_completed = completed
+
+    def _give_back_pages(self) -> None:
+        """Give back the pages that frames have used, if there were few of these since the last tick."""
+        frames, before = self._channel.frames, self._last_frames
+        self._last_frames = frames
+        self._has_pages |= frames != before
+        if self._has_pages and frames - before <= _QUIET_FRAMES:
+            with contextlib.suppress(BusyResourceError, ConcurrentAccessError):  # the next tick does it
+                self._channel.give_back_pages()
+                self._has_pages = False
 
     def _on_lost(self, error: Exception) -> None:
         """Fail the connection because the peer or the device is gone, after receiving the peer's last messages.

@@ -8,6 +8,7 @@ from aioverbs._connection.message_receiver import MessageReceiver
 from aioverbs._connection.message_sender import MessageSender
 from aioverbs._connection.settings import ConnectionSettings
 from aioverbs._core.data_path.data_path import Credits
+from aioverbs._core.software.software import give_back_pages
 from aioverbs._exports import publish
 from aioverbs._lifecycle.affinity import Affinity
 from aioverbs._memory.buffer_pool import LeasedBuffer
@@ -108,6 +109,21 @@ class MessageChannel(ChannelState):
         fragment_size = min(buffer_size, self._settings.buffer_size)
         self.sender.start(self._credits, depth, fragment_size, max_message, announces)
         self.receiver.start(self._credits, handshake_messages)
+
+    @property
+    def frames(self) -> int:
+        """Number of frames sent and received so far."""
+        return self.receive_queue.completed + self.sender.frames.posted
+
+    def give_back_pages(self) -> None:
+        """Give the pages of buffers back to the kernel, which provides new ones when they are used again: those of all
+        posted receives, and of the send buffers if none is in use. Do nothing on devices that pin memory.
+
+        :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
+        """
+        block, size, count = self.sender.frames.memory, self._settings.buffer_size, self._settings.send_buffers
+        begin, is_unused = (self._settings.receive_depth + 1) * size, self.sender.frames.free_buffers == count
+        give_back_pages(self.qp.handle, block.address + begin, count * size if is_unused else 0)
 
     def _report_end(self) -> None:
         """Wake all that wait for a message or a credit, do the rest, and send the last frame."""

@@ -23,12 +23,13 @@ from aioverbs import (
     WorkCompletionError,
     connect,
 )
+from aioverbs._connection.connection import end_of
 from tests.conftest import ROOT
 from tests.connections.ends import HOST, deeper
 from tests.connections.other import SIZE
 from tests.garbage import collect_garbage
 from tests.pace import patience
-from tests.resident import mapped_copies
+from tests.resident import mapped_copies, resident_rings
 from tests.waiting import until
 
 START = (
@@ -266,6 +267,47 @@ async def test_a_peer_stopped_for_longer_than_keep_alive(device: Device, there: 
         if not device.software:
             await connection.send(b"still here")
             assert await connection.receive() == b"still here"
+
+
+async def test_rings_of_a_quiet_connection_have_no_pages(device: Device, there: Other) -> None:
+    async with talking(device, there, b"echo") as (connection, _):
+        await connection.send(b"begin")
+        assert await connection.receive() == b"begin"
+        if not any(peer.rings for peer in device.peers()):
+            pytest.skip("the processes share no rings")
+        channel = end_of(connection).channel
+        for _ in range(3):
+            channel.give_back_pages()
+            before = resident_rings()
+            for number in range(100):
+                await connection.send(bytes([number]) * 3000)
+                assert await connection.receive() == bytes([number]) * 3000
+            used = resident_rings() - before
+            assert used >= 48 * 1024  # some 32 KiB of the own ring, and as many of the peer's
+            await asyncio.sleep(0.05)  # the last acknowledgement
+            channel.give_back_pages()
+            assert resident_rings() - before <= used - 24 * 1024
+
+
+async def test_messages_arrive_while_rings_are_given_back(device: Device, there: Other) -> None:
+    async with talking(device, there, b"echo") as (connection, _):
+        channel, is_over = end_of(connection).channel, False
+
+        async def give_back() -> None:
+            while not is_over:
+                channel.give_back_pages()
+                await asyncio.sleep(0)
+
+        async def send() -> None:
+            for number in range(200):
+                await connection.send(bytes([number]) * (number * 613))
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(give_back())
+            tasks.create_task(send())
+            for number in range(200):
+                assert await connection.receive() == bytes([number]) * (number * 613)
+            is_over = True
 
 
 @pytest.mark.stops_processes

@@ -535,7 +535,7 @@ cdef class CqDispatcher:
         # Yield the processor, and poll until the operation is done, or until awaits have spun for `spin_ns` in this
         # turn. Return the time that this one took, with that of the yield. After a first moment, poll without the GIL.
         # If calls of several threads must not overlap (a thread domain without an owner), release the GIL only between
-        # two polls. With POLLS, which is to have a processor for each end, yield only after polling in vain for a while.
+        # two polls. With POLLS, which is to have a processor for each end, yield only after polling in vain.
         cdef v.ibv_wc wcs[POLL_BATCH]
         cdef uint64_t began = turn_clock(), yielded, now, until, end, moment
         cdef bint shared = self.handle.affinity is not None and self.handle.affinity._thread == NULL

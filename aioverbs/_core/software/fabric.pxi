@@ -126,3 +126,24 @@ cdef object _fabric(Context context):
         refusals=tuple([_rejected_peer(&stats.event[index]) for index in range(stats.events)]),
         peers=_peers(context),
     )
+
+
+def give_back_pages(QueuePair qp not None, uintptr_t address, size_t length):
+    """Give pages back to the kernel that an idle queue pair does not need: those of the receives that are posted, whose
+    contents are lost, and of the rings to its peer, with those of other memory. The kernel provides new pages when they
+    are used again. Do nothing on RDMA devices, which pin memory.
+
+    :param qp: the queue pair.
+    :param address: address of memory that nothing uses.
+    :param length: its length in bytes, possibly 0; a page at either end that it does not fill is kept.
+    :raises AffinityError: the caller is not on the thread and event loop that own the queue pair.
+    :raises ClosedResourceError: the queue pair is destroyed.
+    :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
+    """
+    qp._use("soft_give_back")
+    try:
+        if qp.context.software:
+            with nogil:
+                s.soft_give_back(qp.pointer, <void *>address, length)
+    finally:
+        qp._unuse()

@@ -141,6 +141,10 @@ cdef extern from "soft/objects/shared_keys.h" nogil:
     int soft_unimport_mr(ibv_mr *)
 
 
+cdef extern from "soft/api/give_back.h" nogil:
+    void soft_give_back(ibv_qp *, void *, size_t)
+
+
 cdef extern from "soft/objects/mr.h" nogil:
     ibv_mr *soft_make_file_mr(ibv_pd *, size_t, int)
 

@@ -67,11 +67,12 @@ struct soft_ring_side {
 struct soft_ring_producer {
     uint8_t *data; /* NULL: there is no ring */
     struct soft_ring_side *own, *peer;
-    uint32_t tail;   /* own index */
-    uint32_t head;   /* last index that was read of the peer */
-    uint32_t looked; /* own index when soft_ring_rest() last looked at the peer's */
-    bool large;      /* something large was written since the producer last went back to the begin */
-    bool invalid;    /* the peer's index was invalid once: what the peer writes later changes nothing */
+    uint32_t tail;       /* own index */
+    uint32_t head;       /* last index that was read of the peer */
+    uint32_t looked;     /* own index when soft_ring_rest() last looked at the peer's */
+    uint32_t given_back; /* own index when all pages of the ring were last given back */
+    bool large;          /* something large was written since the producer last went back to the begin */
+    bool invalid;        /* the peer's index was invalid once: what the peer writes later changes nothing */
 };
 
 struct soft_ring_consumer {

@@ -156,6 +156,32 @@ void soft_rings_unmap(struct soft_stream *stream)
     stream->ring_out = (struct soft_ring_producer){.data = NULL};
 }
 
+/* No byte of an empty ring is read again, and only this side makes it another one, under tx. */
+static void give_back_ring(struct soft_stream *stream)
+{
+    struct soft_ring_producer *ring = &stream->ring_out;
+    uint32_t room = 0;
+
+    soft_mutex_take(&stream->tx);
+    if (ring->given_back != ring->tail && soft_ring_room(ring, &room) && room == SOFT_RING_SIZE &&
+        !madvise(ring->data, SOFT_RING_SIZE, MADV_REMOVE)) /* fails if the pages are locked */
+        ring->given_back = ring->tail;
+    soft_mutex_give(&stream->tx);
+}
+
+void soft_rings_give_back(struct soft_link *link)
+{
+    struct soft_stream *stream;
+
+    assert_held(&link->stream.fabric->progress);
+    if (!soft_stream_uses_rings(&link->stream))
+        return;
+    give_back_ring(&link->stream);
+    for (stream = link->stream.fabric->streams; stream; stream = stream->next)
+        if (!stream->is_link && stream->pid == link->stream.pid && soft_stream_uses_rings(stream))
+            give_back_ring(stream);
+}
+
 /* ---- The handshake ------------------------------------------------------------------------------------------- */
 
 static void set_why_not(struct soft_stream *stream, const char *what, int error)

@@ -59,6 +59,7 @@
 
 struct soft_fabric;
 struct soft_hello;
+struct soft_link;
 struct soft_stream;
 
 /* ---- The handshake ------------------------------------------------------------------------------------------- */
@@ -77,6 +78,10 @@ void soft_rings_open(struct soft_stream *stream);
 
 /* Unmap the rings. Under tx, too, if the stream may be used by senders. */
 void soft_rings_unmap(struct soft_stream *stream);
+
+/* Give the pages of rings that this side writes back to the kernel, which provides new ones when they are used again:
+ * those of a link, and of the streams that this side serves to the same process. Rings that are not empty keep them. */
+void soft_rings_give_back(struct soft_link *link);
 
 /* ---- Waking the peer ----------------------------------------------------------------------------------------- */
 

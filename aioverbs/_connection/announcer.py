@@ -11,13 +11,14 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from aioverbs._connection.credits import max_announced
+from aioverbs._connection.frame_wait import FrameWait
 from aioverbs._connection.grants import Grants
 from aioverbs._connection.message_channel import MessageChannel
 from aioverbs._connection.recycled_memory import RecycledMemory
 from aioverbs._connection.staging import Copy, Staging
 from aioverbs._connection.wire import IMMEDIATE, MAX_READ_PARTS, AnnouncedPart, announcement_size, pack_announcement
 from aioverbs._core.handles import handles
-from aioverbs._lifecycle.affinity import running_loop, wait_uncancelled, wake
+from aioverbs._lifecycle.affinity import running_loop, wait_uncancelled
 from aioverbs._lifecycle.resource import lifecycle_of
 from aioverbs._lifecycle.turns import spend
 from aioverbs._memory.region import MemoryRegion, MemoryWindow, is_large
@@ -100,7 +101,7 @@ class Announcer:
         self._cache = cache
         self._has_windows = has_windows(channel.qp.handle.context.attributes)
         self._limit = max_announced(depth)  # number of messages that may be unanswered
-        self._waiter: asyncio.Future[None] | None = None  # the one call that waits for that, with the sender's lock
+        self._answer_wait = FrameWait(channel.receive_queue)  # of the one call with the sender's lock, for that
         self._unread_bytes = 0
         self._unanswered: set[asyncio.Future[None]] = set()
         self._staging = Staging(channel, base, grants, memory, self._run)
@@ -120,8 +121,7 @@ class Announcer:
         :raises Exception: whatever `MessageSender.send` raises.
         """
         while not self._free:
-            self._waiter = running_loop().create_future()
-            await self._waiter
+            await self._answer_wait.wait()
         self._channel.check_sending()
         length = sum(map(len, parts))
         if self._may_copy(length):
@@ -287,7 +287,7 @@ class Announcer:
     def _on_answered(self, answered: "asyncio.Future[None]") -> None:
         """Let a further message be announced, because the peer has answered one or the connection has ended."""
         self._unanswered.discard(answered)
-        wake(self._waiter)
+        self._answer_wait.wake()
 
     async def _send(self, pieces: list[bytes | memoryview], prefix: bytes) -> _Announcement | None:
         """Register the memory of a message, and send its announcement.

@@ -12,10 +12,10 @@ import anyio
 
 from aioverbs._connection.channel_state import ChannelState
 from aioverbs._connection.credits import RESERVED_CREDITS
+from aioverbs._connection.frame_wait import FrameWait
 from aioverbs._connection.gather import Cursor, Payload, parts_of
 from aioverbs._connection.wire import CREDITS_AT, FIRST, HAS_IMMEDIATE, IMMEDIATE, LAST, TOTAL, FrameKind, header
 from aioverbs._core.data_path.data_path import Credits, FrameSender, Operation, RegionSlice, RemoteRegion
-from aioverbs._lifecycle.affinity import wake
 from aioverbs._lifecycle.turns import spend, yield_to_loop
 from aioverbs.errors import (
     AffinityError,
@@ -73,7 +73,7 @@ class MessageSender:
         self._max_message = 0
         self._credits: Credits | None = None
         self._lock: asyncio.Lock | None = None  # held while a message is sent in more than one step
-        self._waiter: asyncio.Future[None] | None = None  # the sender that waits for a credit
+        self._credit_wait = FrameWait(state.receive_queue)  # of the sender that has the lock
         self._awaited: Operation[None] | None = None  # the send that a sender awaited last, for its buffer
         self._announced_bytes: float = math.inf  # length from which messages are announced
         self._pending_controls: dict[int, bool] = {}  # header: fenced; not sent yet for lack of a credit
@@ -466,8 +466,7 @@ class MessageSender:
         while self._credits.available <= reserved + self._credits.revocations:
             self.waits += 1
             self._credits.awaited = True
-            self._waiter = self._state.loop.create_future()
-            await self._waiter
+            await self._credit_wait.wait()
             self._state.check_usable()
 
     # ---- Control messages without a payload, and credits
@@ -656,7 +655,7 @@ class MessageSender:
 
     def wake_waiter(self) -> None:
         """Wake the sender that is waiting for a credit."""
-        wake(self._waiter)
+        self._credit_wait.wake()
 
 
 def check_immediate(immediate: int) -> None:

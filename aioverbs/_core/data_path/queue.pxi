@@ -830,6 +830,21 @@ cdef class WorkQueue:
             self.handle._unuse()
         return 0
 
+    def count_waiting(self, int change):
+        """Count tasks that wait for what a completion of the queue will bring, without awaiting an operation. Until
+        then, the message model decides whether to poll or to sleep.
+
+        :param change: 1 when a task begins to wait, -1 when it no longer does.
+        """
+        cdef section within
+        section_enter(&within, _section(self))
+        try:
+            self._count_awaited(change)
+            if change > 0:
+                self._need_turns()
+        finally:
+            section_leave(&within)
+
     def when_resumed(self, loop, callback):
         """Have a callback called when a state change of the queue pair, made by another thread, may have ended.
 

@@ -13,8 +13,11 @@ reads that are in flight, and answers with REVOKED.
 If the call of the receiver is cancelled, the reads go on, and the next call gets the message. Only memory of the caller
 is not written to after the call.
 
-Answers to messages of less than 4 MiB, which the sender has mostly copied and does not wait for, leave at the
-end of the loop's turn: while one is in flight, a read behind it could not end before the peer's device is awake.
+A message that the sender has copied to a file which this process has mapped is copied from there, without a request.
+
+Answers to messages of less than 4 MiB, which the sender has mostly copied and does not wait for, leave at the end of
+the loop's turn, or before the next message is read: so the peer is woken once for the answer and what this end sends
+then. While one is in flight, a posted read behind it could not end before the peer's device is awake.
 
 ANNOUNCE uses a credit until the user has received the message, so no more messages wait here than with fragments. The
 answer uses no credit: see `max_announced`.
@@ -33,7 +36,9 @@ from aioverbs._connection.message_sender import MessageSender
 from aioverbs._connection.recycled_memory import RecycledMemory
 from aioverbs._connection.wire import HAS_IMMEDIATE, IMMEDIATE, AnnouncedPart, parse_announcement
 from aioverbs._core.data_path.data_path import Operation, RegionSlice, RemoteRegion
+from aioverbs._core.software.software import read_mapped, read_mapped_bytes
 from aioverbs._lifecycle.affinity import running_loop, wait_uncancelled
+from aioverbs._lifecycle.turns import BYTES_PER_UNIT, spend, yield_to_loop
 from aioverbs._memory.region import WaitableInFlightCount
 from aioverbs.errors import (
     BrokenResourceError,
@@ -261,6 +266,31 @@ class AnnouncedMessages:
             running_loop().call_soon(self._send_answers)
             raise
 
+    async def read_now(self, message: AnnouncedMessage, buffer: memoryview | None = None) -> bytes | bool:
+        """Read a message, if that is one copy of memory that this process shares with the peer. If other tasks should
+        run before, this waits for a turn of the loop, and nothing else.
+
+        :param message: the message.
+        :param buffer: writable memory of its length; None for new bytes.
+        :returns: the bytes, or True if they are in `buffer`; False if the message has to be read otherwise, and
+            `buffer` may have any content.
+        :raises ClosedResourceError: this end closed the connection.
+        :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
+        :raises MemoryError: the process has no memory for the message.
+        """
+        (part, *others), qp = message.parts, self._state.qp.handle
+        if others or part.data is not None:
+            return False
+        if self._held:  # the peer can send again while this end copies
+            self._send_answers()
+        if turn := spend(part.length // BYTES_PER_UNIT):
+            await yield_to_loop(turn)
+        if message.withdrawn or message.reading is not None:
+            return False
+        if buffer is None:
+            return read_mapped_bytes(qp, part.address, part.rkey, part.length) or False
+        return read_mapped(qp, part.address, part.rkey, buffer)
+
     async def read(self, message: AnnouncedMessage) -> memoryview | None:
         """Read a message into memory of the library, and answer it.
 
@@ -287,6 +317,9 @@ class AnnouncedMessages:
             except OSError:  # as VerbsError: the device cannot register it; else the process cannot map it
                 reading = _Reading(message.parts, None, self._pace, memoryview(bytearray(message.length)))
             else:
+                if await self.read_now(message, view):
+                    self._answer(message)
+                    return view
                 reading = _Reading(message.parts, memory, self._pace, view)
             if not message.withdrawn:
                 await self._read(message, reading)

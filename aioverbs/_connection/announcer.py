@@ -20,7 +20,7 @@ from aioverbs._connection.wire import IMMEDIATE, MAX_READ_PARTS, AnnouncedPart, 
 from aioverbs._core.handles import handles
 from aioverbs._lifecycle.affinity import running_loop, wait_uncancelled
 from aioverbs._lifecycle.resource import lifecycle_of
-from aioverbs._lifecycle.turns import spend
+from aioverbs._lifecycle.turns import BYTES_PER_UNIT, spend
 from aioverbs._memory.region import MemoryRegion, MemoryWindow, is_large
 from aioverbs._memory.registration_cache import RegistrationCache, is_temporary
 from aioverbs._verbs.capability_checks import has_windows
@@ -32,9 +32,8 @@ __all__ = ["Announcer"]
 # Length below which a message is copied before it is announced. The copy takes some 30 us for each MiB, less than the
 # work of a memory window; for longer ones, memory bandwidth matters more.
 _COPIED_BYTES = 4 << 20
-_BYTES_PER_UNIT = 8192  # copied bytes for each unit of the budget of a turn, as in `_core/data_path/loop_budget.h`
 _SHORT_BYTES = 4096  # shorter parts of a message are sent with its announcement
-_MAX_UNREAD_BYTES = 8 << 20  # of messages that the peer has not read although `send` has returned
+_MAX_UNREAD_BYTES = 12 << 20  # of messages that the peer has not read although `send` has returned
 _WITHDRAW_TIMEOUT_S = 5.0
 
 # Objects that their owner may resize or close after the message, which a registration that stays would prevent.
@@ -203,7 +202,7 @@ class Announcer:
         :raises Exception: whatever `MessageSender.post_announcement` raises.
         """
         try:
-            spend(length // _BYTES_PER_UNIT)
+            spend(length // BYTES_PER_UNIT)
             copied.fill(parts)
         except BaseException:
             self._staging.give_back(copied)
@@ -380,7 +379,7 @@ class Announcer:
 
     async def _finish(self, announcement: _Announcement) -> None:
         """Wait until the peer has read a message, and take the keys back. If the memory of the message cannot change
-        and the peer has at most 8 MiB of such messages to read, do not wait.
+        and the peer has at most 12 MiB of such messages to read, do not wait.
 
         If this is cancelled, the message is withdrawn. If its memory can change, the keys are taken back before this
         raises, even if the peer does not answer within 5 seconds. If a key cannot be invalidated, the connection

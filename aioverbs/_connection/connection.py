@@ -315,10 +315,10 @@ class Connection(Resource, anyio.abc.ObjectStream[bytes]):
         other.
 
         A message of 192 KiB or more does not go through buffers: the peer's receive call reads it. Below 4 MiB it is
-        copied, as long as the peer has at most 8 MiB of such messages to receive. A longer one is read from the memory
+        copied, as long as the peer has at most 12 MiB of such messages to receive. A longer one is read from the memory
         of `item`: the await returns when the peer has received it, or has dropped it because it closes its end. As for
         a short message, that the await returns does not say that the peer's user got the message. If the memory belongs
-        to `bytes`, which cannot change, the await returns earlier, within the same 8 MiB. The registration cache of the
+        to `bytes`, which cannot change, the await returns earlier, within the same limit. The registration cache of the
         domain keeps the memory of a longer message registered, unless it is that of a bytearray, array or mmap, or
         `item` is a memoryview of an object that nothing else refers to.
 

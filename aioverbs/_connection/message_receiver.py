@@ -160,6 +160,11 @@ class MessageReceiver:
             else:
                 item = await self._next()
             while type(item) is AnnouncedMessage:
+                copied = await self.announced.read_now(item)
+                if isinstance(copied, bytes):
+                    self.announced.finish(item)
+                    item = copied if item.immediate is None else ReceivedMessage([copied], item.immediate)
+                    break
                 view = await self.announced.read(item)
                 if view is not None:
                     item = ReceivedMessage([view], item.immediate)
@@ -205,6 +210,9 @@ class MessageReceiver:
                     if message is None:
                         continue
                     view[:length] = message
+                    break
+                if await self.announced.read_now(item, view[:length]):
+                    self.announced.finish(item)
                     break
                 with self._cache.registered(view, AccessFlags.LOCAL_WRITE) as region:
                     if region is not None:

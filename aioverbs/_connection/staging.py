@@ -70,7 +70,7 @@ class Staging:
     peers can guess.
 
     On the software device, each copy is a file, which the peer maps: then it reads a message as fast as its own memory,
-    and without waking the sender. On other devices, and where the process cannot make files, the memory is the domain's
+    without a request. On other devices, and where the process cannot make files, the memory is the domain's
     for received messages. It goes back there a second after it was last used, and when the connection has been closed:
     then the queue pair has taken back the keys.
 

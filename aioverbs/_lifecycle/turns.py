@@ -5,11 +5,12 @@ import threading
 
 from aioverbs._core.data_path.data_path import spend, went_round
 
-__all__ = ["LIGHT", "OPENING", "spend", "take_turn", "yield_to_loop"]
+__all__ = ["BYTES_PER_UNIT", "LIGHT", "OPENING", "spend", "take_turn", "yield_to_loop"]
 
 # Cost of an await that completes without yielding to the loop, in the units of `_core/data_path/loop_budget.h`.
 LIGHT = 4
 OPENING = 8
+BYTES_PER_UNIT = 8192  # that are copied
 
 
 class _Turns(threading.local):

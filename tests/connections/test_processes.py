@@ -24,6 +24,7 @@ from aioverbs import (
     connect,
 )
 from aioverbs._connection.connection import end_of
+from aioverbs._verbs.queue_pair import qp_work_state_of
 from tests.conftest import ROOT
 from tests.connections.ends import HOST, deeper
 from tests.connections.other import SIZE
@@ -267,6 +268,31 @@ async def test_a_peer_stopped_for_longer_than_keep_alive(device: Device, there: 
         if not device.software:
             await connection.send(b"still here")
             assert await connection.receive() == b"still here"
+
+
+async def test_long_messages_are_received_without_requests(device: Device, there: Other) -> None:
+    """Once the first ones were read: the process has mapped the peer's copies."""
+    async with talking(device, there, b"echo") as (connection, _):
+        channel = end_of(connection).channel
+        work = qp_work_state_of(channel.qp)
+        assert work is not None
+        assert work.send_queue is not None
+        memory = bytearray(1 << 20)
+        for number in range(12):
+            message = random.Random(number).randbytes((1 << 20) - number)
+            await connection.send(message)
+            before, frames = work.send_queue.posted, channel.sender.frames.posted
+            match number % 3:
+                case 0:
+                    assert await connection.receive() == message
+                case 1:
+                    assert await connection.receive_buffer() == message
+                case _:
+                    assert await connection.receive_into(memory) == len(message)
+                    assert memory[: len(message)] == message
+            reads = work.send_queue.posted - before - (channel.sender.frames.posted - frames)
+            if number >= 6 and any(peer.rings for peer in device.peers()):
+                assert reads <= 1  # the answer, which is no frame
 
 
 async def test_rings_of_a_quiet_connection_have_no_pages(device: Device, there: Other) -> None:

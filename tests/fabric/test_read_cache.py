@@ -13,6 +13,7 @@ import pytest
 
 from aioverbs import (
     AccessFlags,
+    AffinityError,
     ClosedResourceError,
     Device,
     MemoryRegion,
@@ -24,7 +25,7 @@ from aioverbs import (
     WcStatus,
     WorkCompletionError,
 )
-from aioverbs._core.software.software import FileRegion
+from aioverbs._core.software.software import FileRegion, read_mapped, read_mapped_bytes
 from aioverbs._lifecycle.resource import lifecycle_of
 from aioverbs._memory.region import register_file
 from tests.data_path.ends import ACCESS, LONG_TIMEOUT, PEERS
@@ -481,3 +482,90 @@ async def test_few_descriptors_are_left_to_others(device: Device) -> None:
         for file in files:
             file.destroy()
             lifecycle_of(far).detach(file)
+
+
+# ---- Reads of mapped files without requests
+
+
+def read_now(here: Scene, remote: RemoteRegion, length: int) -> bytes | None:
+    """Read by both functions; return the bytes, or None if neither can."""
+    qp, memory = here.pair.near.handle, bytearray(b"!" * length)
+    data = read_mapped_bytes(qp, remote.address, remote.rkey, length)
+    assert read_mapped(qp, remote.address, remote.rkey, memory) == (data is not None)
+    assert data is None or data == memory
+    return data
+
+
+@direct_only
+@pytest.mark.parametrize("size", [1, 8, MAX_CACHED_READ + 1, FILE])
+async def test_a_mapped_file_is_read_while_requests_are_in_flight(device: Device, size: int) -> None:
+    async with scene(device) as here, bound_file(here, FILE) as (file, remote):
+        content = random.Random(size).randbytes(FILE)
+        file.fill([content])
+        assert read_now(here, remote, size) is None  # no read has led there
+        assert await is_cached(here, remote)
+        waiting = here.pair.near.send(here.local[:8])  # finds no receive
+        before = requests_sent(device)
+        for at in {0, min(1, FILE - size), FILE - size}:
+            assert read_now(here, remote[at : at + size], size) == content[at : at + size]
+        assert requests_sent(device) == before
+        assert not waiting.ended
+        here.pair.near.to_error()
+        with pytest.raises(WorkCompletionError):
+            await waiting
+        assert read_now(here, remote, size) is None
+
+
+@direct_only
+async def test_a_mapped_file_is_read_within_its_bounds(device: Device) -> None:
+    async with scene(device) as here, bound_file(here, 2 * PAGE) as (file, remote):
+        file.fill([b"x" * 2 * PAGE])
+        assert await is_cached(here, remote)
+        qp = here.pair.near.handle
+        for offset, length in ((0, 2 * PAGE + 1), (2 * PAGE, 1), (-1, 1), (PAGE, PAGE + 1), (0, 0), (1 << 63, 1)):
+            address = (remote.address + offset) % (1 << 64)
+            assert read_mapped_bytes(qp, address, remote.rkey, length) is None
+            assert not read_mapped(qp, address, remote.rkey, bytearray(length))
+        assert read_mapped_bytes(qp, remote.address, remote.rkey ^ 0x100, 8) is None
+        assert read_mapped_bytes(qp, remote.address, remote.rkey, 2 * PAGE) == b"x" * 2 * PAGE
+        with pytest.raises(BufferError):
+            read_mapped(qp, remote.address, remote.rkey, b"constant")
+        with pytest.raises(OverflowError):
+            read_mapped_bytes(qp, -1, remote.rkey, 8)
+
+
+@direct_only
+async def test_memory_that_is_not_mapped_is_not_read_without_a_request(device: Device) -> None:
+    async with scene(device) as here:
+        assert await is_cached(here)
+        assert read_now(here, here.remote.remote(), 8) is None
+
+
+@direct_only
+async def test_a_mapped_file_is_not_read_when_its_key_is_gone(device: Device) -> None:
+    async with scene(device) as here, bound_file(here, FILE) as (file, remote):
+        assert await is_cached(here, remote)
+        assert read_now(here, remote, 8) is not None
+        await here.pair.far.invalidate(remote.rkey)
+        file.fill([b"a secret"])
+        assert read_now(here, remote, 8) is None
+
+
+@direct_only
+async def test_fault_plans_see_reads_of_mapped_files(device: Device) -> None:
+    """A plan that may concern them has them posted."""
+    async with scene(device) as here, bound_file(here, FILE) as (_, remote):
+        assert await is_cached(here, remote)
+        here.pair.device.faults.lose_messages_at_random(1)
+        assert read_now(here, remote, 8) is None
+
+
+@direct_only
+async def test_wrong_callers_cannot_read_a_mapped_file(device: Device) -> None:
+    async with scene(device) as here, bound_file(here, FILE) as (_, remote):
+        assert await is_cached(here, remote)
+        with pytest.raises(AffinityError):
+            await asyncio.to_thread(read_now, here, remote, 8)
+        qp = here.pair.near.handle
+    with pytest.raises(ClosedResourceError):
+        read_mapped_bytes(qp, remote.address, remote.rkey, 8)

@@ -258,3 +258,47 @@ cdef class FileRegion(MemoryRegion):
                     PyBuffer_Release(&part)
         finally:
             self._leave()
+
+
+def read_mapped(QueuePair qp not None, uint64_t address, uint32_t key, buffer):
+    """Read the peer's memory at once, if it is that of a `FileRegion` which is mapped here, because a read has led
+    there before. This is no request: it does not wait for those that are in flight.
+
+    :param qp: a connected queue pair.
+    :param address: address of the memory in the peer's process.
+    :param key: key of the memory.
+    :param buffer: contiguous, writable buffer for the bytes, 1..2**32-1.
+    :returns: whether the bytes were read. If not, a read has to be posted, and the buffer may have any content.
+    :raises AffinityError: the caller is not on the thread and event loop that own the queue pair.
+    :raises ClosedResourceError: the queue pair is destroyed.
+    :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
+    """
+    cdef Py_buffer view
+    PyObject_GetBuffer(buffer, &view, PyBUF_WRITABLE)
+    try:
+        return _read_mapped(qp, address, key, view.buf, view.len)
+    finally:
+        PyBuffer_Release(&view)
+
+
+def read_mapped_bytes(QueuePair qp not None, uint64_t address, uint32_t key, length):
+    """Do the same as `read_mapped`, and return the bytes; None if a read has to be posted.
+
+    :param length: number of bytes, 1..2**32-1.
+    :raises MemoryError: there is no memory for the bytes.
+    """
+    cdef bytes data = PyBytes_FromStringAndSize(NULL, length)
+    return data if _read_mapped(qp, address, key, PyBytes_AS_STRING(data), length) else None
+
+
+cdef bint _read_mapped(QueuePair qp, uint64_t address, uint32_t key, void *to, size_t length) except -1:
+    # Do the work of `read_mapped`.
+    cdef bint done = False
+    qp._use("soft_read_mapped")
+    try:
+        if qp.context.software and length <= UINT32_MAX:
+            with nogil:
+                done = s.soft_read_mapped(qp.pointer, to, address, key, <uint32_t>length)
+    finally:
+        qp._unuse()
+    return done

@@ -145,6 +145,10 @@ cdef extern from "soft/api/give_back.h" nogil:
     void soft_give_back(ibv_qp *, void *, size_t)
 
 
+cdef extern from "soft/api/mapped_read.h" nogil:
+    bint soft_read_mapped(ibv_qp *, void *, uint64_t, uint32_t, uint32_t)
+
+
 cdef extern from "soft/objects/mr.h" nogil:
     ibv_mr *soft_make_file_mr(ibv_pd *, size_t, int)
 

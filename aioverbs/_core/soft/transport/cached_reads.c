@@ -107,6 +107,16 @@ static void read_run_add_others(struct soft_qp *qp, struct read_run *run)
     }
 }
 
+/* Copy what the reads are for. Return false if a grant is not valid any more. */
+static bool read_run_copy(struct soft_qp *qp, const struct read_run *run)
+{
+    if (soft_read_cache_copy(qp->link, qp->attr.dest_qp_num, run->reads, run->count, run->pieces, run->piece_count))
+        return true;
+    cache_entry_of(qp, run->reads->entry->key)->owner_serial = 0;
+    soft_read_cache_clear_invalid(qp->link, qp->attr.dest_qp_num, qp->read_cache_entries);
+    return false;
+}
+
 bool soft_cached_read(struct soft_qp *qp, const struct soft_wqe *wqe, const struct soft_request *request, int64_t *left)
 {
     struct read_run run;
@@ -115,11 +125,8 @@ bool soft_cached_read(struct soft_qp *qp, const struct soft_wqe *wqe, const stru
     run.count = run.piece_count = run.bytes = 0;
     read_run_add(qp, &run, wqe, request);
     read_run_add_others(qp, &run);
-    if (!soft_read_cache_copy(qp->link, qp->attr.dest_qp_num, run.reads, run.count, run.pieces, run.piece_count)) {
-        cache_entry_of(qp, wqe->rkey)->owner_serial = 0;
-        soft_read_cache_clear_invalid(qp->link, qp->attr.dest_qp_num, qp->read_cache_entries);
+    if (!read_run_copy(qp, &run))
         return false;
-    }
     if (qp->req.waiting) /* the queue pair waits for the connection: nothing is in flight */
         soft_reset_retries(qp);
     for (i = 0; i < run.count && atomic_load(&qp->state) == IBV_QPS_RTS; i++) {
@@ -127,4 +134,18 @@ bool soft_cached_read(struct soft_qp *qp, const struct soft_wqe *wqe, const stru
         *left -= SOFT_REQUEST_COST + (int64_t)run.reads[i].length;
     }
     return true;
+}
+
+bool soft_cached_read_now(struct soft_qp *qp, void *to, uint64_t address, uint32_t key, uint32_t length)
+{
+    struct soft_wqe wqe = {.opcode = IBV_WR_RDMA_READ, .remote_addr = address, .rkey = key};
+    struct soft_segment segment = {.address = to, .length = length};
+    struct soft_request request = {.from = qp, .wqe = &wqe, .length = length, .local = &segment, .local_count = 1};
+    struct read_run run = {.count = 0};
+
+    if (atomic_load(&qp->state) != IBV_QPS_RTS || !soft_cached_read_may(qp, &wqe, length) ||
+        !cache_entry_of(qp, key)->memory)
+        return false;
+    read_run_add(qp, &run, &wqe, &request);
+    return read_run_copy(qp, &run);
 }

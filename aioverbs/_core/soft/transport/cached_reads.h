@@ -24,4 +24,8 @@ bool soft_cached_read_may(struct soft_qp *qp, const struct soft_wqe *wqe, uint32
 bool soft_cached_read(struct soft_qp *qp, const struct soft_wqe *wqe, const struct soft_request *request,
                       int64_t *left);
 
+/* Read memory of the peer that is mapped here, at once and without a request, whatever requests are in flight. Return
+ * false if the peer must be asked; `to` may have any content then. */
+bool soft_cached_read_now(struct soft_qp *qp, void *to, uint64_t address, uint32_t key, uint32_t length);
+
 #endif

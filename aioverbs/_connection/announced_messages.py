@@ -38,7 +38,7 @@ from aioverbs._connection.wire import HAS_IMMEDIATE, IMMEDIATE, AnnouncedPart, p
 from aioverbs._core.data_path.data_path import Operation, RegionSlice, RemoteRegion
 from aioverbs._core.software.software import read_mapped, read_mapped_bytes
 from aioverbs._lifecycle.affinity import running_loop, wait_uncancelled
-from aioverbs._lifecycle.turns import BYTES_PER_UNIT, spend, yield_to_loop
+from aioverbs._lifecycle.turns import BYTES_PER_UNIT, spend, take_turn
 from aioverbs._memory.region import WaitableInFlightCount
 from aioverbs.errors import (
     BrokenResourceError,
@@ -62,7 +62,7 @@ _FIRST_BYTES_IN_FLIGHT = 1 << 20
 _MIN_BYTES_IN_FLIGHT = 128 << 10
 _MAX_BYTES_IN_FLIGHT = 64 << 20
 _READ_BYTES = 64 << 20
-_HELD_BYTES = 4 << 20  # from which the answer to a message leaves at once
+_HELD_BYTES = 4 << 20  # from which the answer to a message leaves at once; no file that peers map is longer
 _END_TIMEOUT_S = 5.0  # for the reads of a cancelled call to memory of the caller
 
 _ENDED = (BrokenResourceError, ClosedResourceError, WorkCompletionError)
@@ -83,7 +83,7 @@ class AnnouncedMessage:
         self.parts = parts
         self.length = sum(part.length for part in parts)
         self.immediate = immediate
-        self.withdrawn = False  # the user does not get it
+        self.withdrawn = False  # the user does not get it any more
         self.reading: _Reading | None = None  # None if it is not being read, and was not read yet
 
 
@@ -245,6 +245,7 @@ class AnnouncedMessages:
         """Notify the peer that its memory is no longer accessed."""
         assert self._unanswered[message.number] is message
         del self._unanswered[message.number]
+        message.withdrawn = True  # if a signal handler raises before the caller has consumed it
         message.reading = None
         self._answered.append(message.number)
         del self._answered[: -self._limit]
@@ -266,32 +267,41 @@ class AnnouncedMessages:
             running_loop().call_soon(self._send_answers)
             raise
 
-    async def read_now(self, message: AnnouncedMessage, buffer: memoryview | None = None) -> bytes | bool:
-        """Read a message, if that is one copy of memory that this process shares with the peer. If other tasks should
-        run before, this waits for a turn of the loop, and nothing else.
+    async def read_mapped(self, message: AnnouncedMessage, buffer: memoryview | None = None) -> bytes | bool:
+        """Copy a message from the peer's file that this process has mapped, without a request. This waits only for a
+        turn of the loop in which there is time to copy.
 
         :param message: the message.
         :param buffer: writable memory of its length; None for new bytes.
-        :returns: the bytes, or True if they are in `buffer`; False if the message has to be read otherwise, and
-            `buffer` may have any content.
+        :returns: the bytes, or True if they are in `buffer`; False if the message has to be read otherwise or was
+            withdrawn, and `buffer` may have any content.
+        :raises BrokenResourceError: the connection is broken.
+        :raises BusyResourceError: another thread is changing the state of the queue pair.
         :raises ClosedResourceError: this end closed the connection.
         :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
         :raises MemoryError: the process has no memory for the message.
         """
         (part, *others), qp = message.parts, self._state.qp.handle
-        if others or part.data is not None:
+        if others or part.data is not None or message.reading is not None:
+            return False
+        if part.length >= _HELD_BYTES or not qp.context.software:
             return False
         if self._held:  # the peer can send again while this end copies
             self._send_answers()
-        if turn := spend(part.length // BYTES_PER_UNIT):
-            await yield_to_loop(turn)
-        if message.withdrawn or message.reading is not None:
+        await take_turn(1)
+        if message.withdrawn:
             return False
+        self._state.check_usable()
+        copied: bytes | bool
         if buffer is None:
-            return read_mapped_bytes(qp, part.address, part.rkey, part.length) or False
-        return read_mapped(qp, part.address, part.rkey, buffer)
+            copied = read_mapped_bytes(qp, part.address, part.rkey, part.length) or False
+        else:
+            copied = read_mapped(qp, part.address, part.rkey, buffer)
+        if copied:
+            spend(part.length // BYTES_PER_UNIT)
+        return copied
 
-    async def read(self, message: AnnouncedMessage) -> memoryview | None:
+    async def read(self, message: AnnouncedMessage, may_be_mapped: bool = True) -> memoryview | None:
         """Read a message into memory of the library, and answer it.
 
         If this is cancelled or raises, the message can be read again: the reads go on, and the next call gets what they
@@ -300,6 +310,7 @@ class AnnouncedMessages:
         If memory of its length cannot be registered, the message is read by pieces.
 
         :param message: the message.
+        :param may_be_mapped: False if `read_mapped` was tried.
         :returns: the message, in memory that is used for nothing else while the memoryview, or an object made from it,
             exists; None if it was withdrawn.
         :raises BrokenResourceError: the connection is broken, or the peer's memory cannot be read, which breaks it.
@@ -317,9 +328,8 @@ class AnnouncedMessages:
             except OSError:  # as VerbsError: the device cannot register it; else the process cannot map it
                 reading = _Reading(message.parts, None, self._pace, memoryview(bytearray(message.length)))
             else:
-                if await self.read_now(message, view):
-                    self._answer(message)
-                    return view
+                if may_be_mapped and await self.read_mapped(message, view):
+                    return view if self.finish(message) else None
                 reading = _Reading(message.parts, memory, self._pace, view)
             if not message.withdrawn:
                 await self._read(message, reading)

@@ -286,6 +286,12 @@ class Announcer:
     def _on_answered(self, answered: "asyncio.Future[None]") -> None:
         """Let a further message be announced, because the peer has answered one or the connection has ended."""
         self._unanswered.discard(answered)
+        self.wake_waiter()
+
+    def wake_waiter(self) -> None:
+        """Wake the call that waits until a further message may be announced. After an answer, this is called while the
+        completion is handled, and the call then runs after `_on_answered`.
+        """
         self._answer_wait.wake()
 
     async def _send(self, pieces: list[bytes | memoryview], prefix: bytes) -> _Announcement | None:

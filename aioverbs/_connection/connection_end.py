@@ -115,6 +115,8 @@ class ConnectionEnd:
         """
         if kind is not FrameKind.END or self.requests.grants is not None:
             self.grants.on_frame(kind, number, data)
+        if kind is FrameKind.REVOKED and self.announcer is not None:
+            self.announcer.wake_waiter()
 
     def announce(self, parts: list[memoryview], immediate: int | None) -> Announcement:
         """Announce a message: see `Announcer.announce`.

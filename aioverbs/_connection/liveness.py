@@ -9,12 +9,18 @@ from aioverbs._connection.message_channel import MessageChannel
 from aioverbs._lifecycle.affinity import running_loop
 from aioverbs._verbs.base_domain import Domain, shared_resources_of
 from aioverbs._verbs.queue_pair import qp_work_state_of
-from aioverbs.errors import BusyResourceError, ConcurrentAccessError, DeviceRemovedError
+from aioverbs.errors import (
+    AffinityError,
+    BusyResourceError,
+    ClosedResourceError,
+    ConcurrentAccessError,
+    DeviceRemovedError,
+)
 
 __all__ = ["Liveness", "Ticker"]
 
 _TICKS_PER_TURN = 64
-_QUIET_FRAMES = 64  # at most, from one tick to the next, of a connection that gives its pages back
+_QUIET = 64  # sends and receives, at most, from one tick to the next, of a connection that gives its pages back
 _LINGER_S = 0.02  # completions may still arrive after the report that the peer is gone
 
 
@@ -95,9 +101,9 @@ class Liveness:
         "_control",
         "_domain",
         "_has_pages",
+        "_is_probing",
         "_keep_alive_s",
         "_last_completed",
-        "_last_frames",
         "_ticker",
     )
 
@@ -108,8 +114,8 @@ class Liveness:
         self._control: ControlChannel | None = None
         self._ticker: Ticker | None = None
         self._last_completed = -1
-        self._last_frames = 0
-        self._has_pages = False  # whether frames were sent or received since pages were given back
+        self._is_probing = False  # whether the last tick has sent a probe
+        self._has_pages = False  # whether anything was sent or received since pages were given back
 
     def watch(self, control: ControlChannel) -> None:
         """Watch the control channel from now on: if it reports the loss of the peer or the device, fail the channel."""
@@ -134,8 +140,8 @@ class Liveness:
             ticker.discard(self)
 
     def tick(self) -> None:
-        """Probe the peer's device if no send or receive has completed since the last tick, and give back the pages of
-        buffers that are hardly used.
+        """Probe the peer's device if no send or receive has completed since the last tick. If few have, give back the
+        pages of buffers.
 
         If the channel is broken or closed, stop probing. If the peer is gone, the probe fails within the time limit of
         the queue pair, and the connection breaks.
@@ -144,22 +150,25 @@ class Liveness:
         if channel.broken is not None or channel.closed:
             self._stop_probing()
             return
-        self._give_back_pages()  # before a probe, which needs some of them
         work = qp_work_state_of(channel.qp)
         assert work is not None
         assert work.send_queue is not None
         completed = channel.receive_queue.completed + work.send_queue.completed
-        if completed == self._last_completed:
+        self._give_back_pages(completed - self._last_completed - self._is_probing)  # before a probe, which needs some
+        self._is_probing = completed == self._last_completed
+        if self._is_probing:
             channel.sender.send_keepalive()
         self._last_completed = completed
 
-    def _give_back_pages(self) -> None:
-        """Give back the pages that frames have used, if there were few of these since the last tick."""
-        frames, before = self._channel.frames, self._last_frames
-        self._last_frames = frames
-        self._has_pages |= frames != before
-        if self._has_pages and frames - before <= _QUIET_FRAMES:
-            with contextlib.suppress(BusyResourceError, ConcurrentAccessError):  # the next tick does it
+    def _give_back_pages(self, completed: int) -> None:
+        """Give the pages back that the connection has used, if little was sent and received since the last tick.
+
+        :param completed: number of sends and receives that have completed since then, without that of a probe.
+        """
+        self._has_pages |= completed > 0
+        if self._has_pages and completed <= _QUIET:
+            # If another thread is inside a verb, the next tick does it; all other ends are reported elsewhere.
+            with contextlib.suppress(BusyResourceError, ConcurrentAccessError, AffinityError, ClosedResourceError):
                 self._channel.give_back_pages()
                 self._has_pages = False
 

@@ -110,20 +110,15 @@ class MessageChannel(ChannelState):
         self.sender.start(self._credits, depth, fragment_size, max_message, announces)
         self.receiver.start(self._credits, handshake_messages)
 
-    @property
-    def frames(self) -> int:
-        """Number of frames sent and received so far."""
-        return self.receive_queue.completed + self.sender.frames.posted
-
     def give_back_pages(self) -> None:
         """Give the pages of buffers back to the kernel, which provides new ones when they are used again: those of all
-        posted receives, and of the send buffers if none is in use. Do nothing on devices that pin memory.
+        posted receives, and of the send buffers if none is in use; and those of the rings to the peer's process. Do
+        nothing on devices that pin memory.
 
+        :raises BusyResourceError: another thread is changing the state of the queue pair.
         :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
         """
-        block, size, count = self.sender.frames.memory, self._settings.buffer_size, self._settings.send_buffers
-        begin, is_unused = (self._settings.receive_depth + 1) * size, self.sender.frames.free_buffers == count
-        give_back_pages(self.qp.handle, block.address + begin, count * size if is_unused else 0)
+        give_back_pages(self.qp.handle, *self.sender.frames.unused_memory)
 
     def _report_end(self) -> None:
         """Wake all that wait for a message or a credit, do the rest, and send the last frame."""

@@ -160,12 +160,11 @@ class MessageReceiver:
             else:
                 item = await self._next()
             while type(item) is AnnouncedMessage:
-                copied = await self.announced.read_now(item)
-                if isinstance(copied, bytes):
-                    self.announced.finish(item)
+                copied = await self.announced.read_mapped(item)
+                if isinstance(copied, bytes) and self.announced.finish(item):
                     item = copied if item.immediate is None else ReceivedMessage([copied], item.immediate)
                     break
-                view = await self.announced.read(item)
+                view = await self.announced.read(item, may_be_mapped=False)
                 if view is not None:
                     item = ReceivedMessage([view], item.immediate)
                 else:
@@ -211,8 +210,7 @@ class MessageReceiver:
                         continue
                     view[:length] = message
                     break
-                if await self.announced.read_now(item, view[:length]):
-                    self.announced.finish(item)
+                if await self.announced.read_mapped(item, view[:length]) and self.announced.finish(item):
                     break
                 with self._cache.registered(view, AccessFlags.LOCAL_WRITE) as region:
                     if region is not None:

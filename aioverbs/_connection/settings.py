@@ -36,7 +36,8 @@ class ConnectionSettings:
         RDMA devices, a lost peer is detected within that time. On the software device, the peer's process must answer:
         requests are repeated for that long, so that a stopped process is tolerated, and an idle connection detects the
         loss after up to 1.5 times as long. A process that has ended is detected at once through the TCP connection.
-        There, a quiet connection also gives back the pages of its buffers at each quarter of that time.
+        On the software device, a connection with little traffic also gives the pages of its buffers back to the kernel,
+        at each quarter of that time; with None, only when it is closed.
     :param close_timeout_s: longest time in seconds that closing waits for sent messages to be delivered, 0 or more.
     :param spin_ns: time in nanoseconds for which an await polls, if the domain's message model polls; None for the
         default of `CompletionQueue`. Longer polling delays other tasks on the event loop.

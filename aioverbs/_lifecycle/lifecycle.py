@@ -44,7 +44,7 @@ __all__ = [
 
 # Number of times, each in a new turn of the loop, that closing a part is tried while another thread is in its domain.
 _CLOSE_ATTEMPTS = 1000
-_CLOSE_ATTEMPTS_AT_ONCE = 10
+_ATTEMPTS_IN_TURNS = 10
 # Guards the children and states of all trees. Critical sections are short, call no verb and wait for nothing. The
 # garbage collector may run a finalizer inside of one, so finalizers of the library never take this lock.
 _tree = threading.RLock()  # reentrant, because a user's finalizer may open a resource
@@ -810,8 +810,8 @@ class Lifecycle:
         """Close the resource as `_close` does, but try again while another thread is executing a verb on the domain.
 
         Only parts of other resources are tried again, up to 1000 times: a failure would leave the resource that they
-        belong to partly closed. The first attempts follow each other at once, the later ones at intervals of 1 ms, in
-        which the other thread can run.
+        belong to partly closed. The first 10 attempts are made in consecutive turns of the loop, the others at
+        intervals of 1 ms, so that the other thread can run; for about a second in all.
 
         :returns: the same as `_close`.
         :raises ConcurrentAccessError: another thread is still executing a verb. All other exceptions that `close` lists
@@ -821,7 +821,7 @@ class Lifecycle:
             with contextlib.suppress(ConcurrentAccessError):
                 return await self._close(interruptions, in_task)
             try:
-                await asyncio.sleep(0 if attempt < _CLOSE_ATTEMPTS_AT_ONCE else 0.001)
+                await asyncio.sleep(0 if attempt < _ATTEMPTS_IN_TURNS else 0.001)
             except asyncio.CancelledError as raised:
                 if in_task:
                     raise

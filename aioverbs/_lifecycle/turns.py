@@ -10,7 +10,7 @@ __all__ = ["BYTES_PER_UNIT", "LIGHT", "OPENING", "spend", "take_turn", "yield_to
 # Cost of an await that completes without yielding to the loop, in the units of `_core/data_path/loop_budget.h`.
 LIGHT = 4
 OPENING = 8
-BYTES_PER_UNIT = 8192  # that are copied
+BYTES_PER_UNIT = 8192  # copied bytes that cost one unit: `TURN_UNIT_BYTES` there
 
 
 class _Turns(threading.local):

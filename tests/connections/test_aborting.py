@@ -579,7 +579,8 @@ async def test_memory_stays_pinned_until_the_device_is_done(device: Device) -> N
 
 
 @needs(Capability.PARENT_DOMAINS)
-async def test_abort_while_another_thread_is_in_a_verb(device: Device) -> None:
+@pytest.mark.parametrize("stays_s", [0, 0.1])
+async def test_abort_while_another_thread_is_in_a_verb(device: Device, stays_s: float) -> None:
     """The peer is notified all the same, and the connection is closed afterwards."""
     staying = StayingAllocator()
     async with (
@@ -594,4 +595,5 @@ async def test_abort_while_another_thread_is_in_a_verb(device: Device) -> None:
                 assert not near.closed
                 with pytest.raises(ClosedResourceError):
                     await near.send(b"too late")
+                await asyncio.sleep(stays_s)
             await until(lambda: near.closed)

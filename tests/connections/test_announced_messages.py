@@ -425,6 +425,34 @@ async def test_receive_into_a_buffer_that_is_too_short(device: Device, length: i
         await settled(ends)
 
 
+@pytest.mark.parametrize("how", ["receive", "receive_into", "receive_buffer"])
+async def test_an_interrupt_after_the_answer_hurts_no_later_call(
+    device: Device, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """A signal handler that raises between the answer and the return loses this message, as it may, and no other."""
+
+    class Interrupt(BaseException):
+        pass
+
+    real = announced_messages.AnnouncedMessages.finish
+
+    def finish(self: announced_messages.AnnouncedMessages, message: announced_messages.AnnouncedMessage) -> bool:
+        monkeypatch.undo()
+        real(self, message)
+        raise Interrupt
+
+    async with pair(device) as ends:
+        arguments = (bytearray(LENGTH),) if how == "receive_into" else ()
+        await ends.near.send(sample(LENGTH, 1))
+        monkeypatch.setattr(announcer, "_COPIED_BYTES", 0)
+        monkeypatch.setattr(announced_messages.AnnouncedMessages, "finish", finish)
+        with pytest.raises(Interrupt):
+            await getattr(ends.far, how)(*arguments)
+        await ends.near.send(sample(LENGTH, 2))
+        assert await ends.far.receive() == sample(LENGTH, 2)
+        await works(ends.near, ends.far)
+
+
 async def test_memory_of_a_received_buffer_is_its_own(device: Device) -> None:
     async with pair(device) as ends:
         kept = []

@@ -83,7 +83,7 @@ cdef class CqDispatcher:
     cdef bint poll_skipped              # whether a poll was skipped during a dispatch
     cdef uint32_t unacknowledged
     cdef readonly Py_ssize_t in_flight
-    cdef Py_ssize_t awaited             # number of operations in flight that a task is suspended for
+    cdef Py_ssize_t awaited             # number of operations in flight, and of frames, that a task is suspended for
     cdef list chained                   # work queues with requests to post at the end of the turn
     cdef list refused                   # operations of these that the verb refused
     cdef list pending_transitions       # QpWorkStates to move to another state
@@ -101,7 +101,7 @@ cdef class CqDispatcher:
     cdef readonly uint64_t spins_paid
     cdef int wait                       # if the model adapts: how the wait in progress waits
     cdef uint64_t wait_began
-    cdef uint64_t spin_until            # time at which the wait in progress begins to sleep, while it polls
+    cdef uint64_t spin_until            # time at which the wait in progress begins to sleep, while it polls in turns
     cdef uint64_t spun                  # time for which the task spun that is about to suspend
     cdef uint64_t sleeps                # `thread_sleeps` when the wait in progress went asleep
     cdef uint64_t left_at               # time at which the wait in progress last left the loop to others
@@ -279,6 +279,12 @@ cdef class CqDispatcher:
                 return False
             spinner_note(turn_clock() + POLLED_TURN_NS)
             return True
+        if self.model == SPINS:         # for a frame: tasks spin themselves for operations
+            now = turn_clock()
+            if not self.awaited or now >= self.spin_until:
+                return False
+            spinner_note(min(now + POLLED_TURN_NS, self.spin_until))
+            return True
         if self.wait == WAIT_ENDED:     # the woken task runs in this turn of the loop, maybe after this
             self.wait = NO_WAIT
             return True
@@ -369,6 +375,13 @@ cdef class CqDispatcher:
         self.wait_began = now - self.spun
         self.spun = 0
         self._leave_loop(now)
+        return 0
+
+    cdef int _count_frame_awaited(self, int change) except -1:
+        # Count frames that a task suspends for, or no longer, like operations. If the model spins, poll in turns.
+        self._count_awaited(change)
+        if change > 0 and self.model == SPINS:
+            self.spin_until = turn_clock() + self.spin_ns
         return 0
 
     cdef bint _note_wait(self, uint64_t now) except -1:
@@ -535,7 +548,7 @@ cdef class CqDispatcher:
         # Yield the processor, and poll until the operation is done, or until awaits have spun for `spin_ns` in this
         # turn. Return the time that this one took, with that of the yield. After a first moment, poll without the GIL.
         # If calls of several threads must not overlap (a thread domain without an owner), release the GIL only between
-        # two polls. With POLLS, which is to have a processor for each end, yield only after polling in vain.
+        # two polls. With POLLS, which is to have a processor for each end, yield only after polling in vain without it.
         cdef v.ibv_wc wcs[POLL_BATCH]
         cdef uint64_t began = turn_clock(), yielded, now, until, end, moment
         cdef bint shared = self.handle.affinity is not None and self.handle.affinity._thread == NULL
@@ -575,10 +588,11 @@ cdef class CqDispatcher:
                 if shared:
                     with nogil:
                         pass            # lets other threads run
-                if yields_later and operation.state == POSTED:
-                    yields_later = False
-                    self._yield_processor(turn_clock())
             now = turn_clock()
+            if yields_later and unlocked and operation.state == POSTED:
+                yields_later = False
+                turn_now.spun += now - yielded
+                now = yielded = self._yield_processor(now)  # the next poll finds what came meanwhile
         turn_now.spun += now - yielded
         if operation.state == DONE:
             self.spins_paid += 1

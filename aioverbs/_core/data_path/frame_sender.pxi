@@ -142,6 +142,12 @@ cdef class FrameSender:
         return self.count - self.in_flight
 
     @property
+    def unused_memory(self):
+        """Address and length of the send buffers if all of them are free; else of no memory."""
+        self._has_buffer()
+        return self.memory._address + self.begin, 0 if self.in_flight else <uint64_t>self.count * self.size
+
+    @property
     def awaited(self):
         """The oldest send in flight, an `Operation`, if no buffer is free; else None."""
         return None if self._has_buffer() else self.sends[self._oldest()]

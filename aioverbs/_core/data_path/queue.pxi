@@ -27,7 +27,7 @@ cdef class WorkQueue:
     cdef uint32_t most_bytes            # size limit of a message
     cdef uint32_t used                  # number of places in use
     cdef uint32_t waiting               # number of requests that wait for a place
-    cdef Py_ssize_t awaited             # number of operations that a task is suspended for
+    cdef Py_ssize_t awaited             # number of operations, and of frames, that a task is suspended for
     cdef PyObject *first                # list of waiting operations (_Extra); borrowed, a freed one removes itself
     cdef PyObject *last
     cdef finalizer_lock waiting_lock    # protects the list of waiting operations
@@ -830,20 +830,13 @@ cdef class WorkQueue:
             self.handle._unuse()
         return 0
 
-    def count_waiting(self, int change):
-        """Count tasks that wait for what a completion of the queue will bring, without awaiting an operation. Until
-        then, the message model decides whether to poll or to sleep.
-
-        :param change: 1 when a task begins to wait, -1 when it no longer does.
-        """
-        cdef section within
-        section_enter(&within, _section(self))
-        try:
-            self._count_awaited(change)
-            if change > 0:
-                self._need_turns()
-        finally:
-            section_leave(&within)
+    cdef int _count_frame_awaited(self, int change) except -1:
+        self.awaited += change
+        if self.dispatcher is not None:
+            return self.dispatcher._count_frame_awaited(change)
+        for each in self.dispatchers:
+            (<CqDispatcher>each)._count_frame_awaited(change)
+        return 0
 
     def when_resumed(self, loop, callback):
         """Have a callback called when a state change of the queue pair, made by another thread, may have ended.
@@ -1082,3 +1075,41 @@ cdef object _received(Operation operation, v.ibv_wc *wc):
     elif wc.wc_flags & v.IBV_WC_WITH_IMM:
         received.immediate = v.ntohl(wc.imm_data)
     return received
+
+
+@cython.final
+cdef class AwaitedFrame:
+    """Wait of a task for what a completion of a queue will bring, without awaiting an operation. From `begin` to `end`,
+    the completions are polled in each turn of the loop, or the loop sleeps, as the message model says.
+
+    :param queue: the queue.
+    """
+
+    cdef WorkQueue queue
+    cdef bint counted
+
+    def __init__(self, WorkQueue queue not None):
+        self.queue = queue
+
+    def begin(self):
+        """Note that a task waits. Call `end` then, even if this raises."""
+        cdef section within
+        section_enter(&within, _section(self.queue))
+        try:
+            if not self.counted:
+                self.counted = True     # before other code runs, which may raise
+                self.queue._count_frame_awaited(1)
+            self.queue._need_turns()
+        finally:
+            section_leave(&within)
+
+    def end(self):
+        """Note that no task waits any longer. Further calls do nothing."""
+        cdef section within
+        section_enter(&within, _section(self.queue))
+        try:
+            if self.counted:
+                self.counted = False
+                self.queue._count_frame_awaited(-1)
+        finally:
+            section_leave(&within)

@@ -137,6 +137,7 @@ def give_back_pages(QueuePair qp not None, uintptr_t address, size_t length):
     :param address: address of memory that nothing uses.
     :param length: its length in bytes, possibly 0; a page at either end that it does not fill is kept.
     :raises AffinityError: the caller is not on the thread and event loop that own the queue pair.
+    :raises BusyResourceError: another thread is changing the state of the queue pair.
     :raises ClosedResourceError: the queue pair is destroyed.
     :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
     """

@@ -261,15 +261,16 @@ cdef class FileRegion(MemoryRegion):
 
 
 def read_mapped(QueuePair qp not None, uint64_t address, uint32_t key, buffer):
-    """Read the peer's memory at once, if it is that of a `FileRegion` which is mapped here, because a read has led
-    there before. This is no request: it does not wait for those that are in flight.
+    """Read the peer's memory at once, if it is that of a memory file which is mapped here, because a read has led there
+    before: see `FileRegion`. This is no request: it does not wait for those that are in flight.
 
     :param qp: a connected queue pair.
     :param address: address of the memory in the peer's process.
     :param key: key of the memory.
-    :param buffer: contiguous, writable buffer for the bytes, 1..2**32-1.
+    :param buffer: contiguous, writable buffer for the bytes; of none, or more than 4 MiB, none are read.
     :returns: whether the bytes were read. If not, a read has to be posted, and the buffer may have any content.
     :raises AffinityError: the caller is not on the thread and event loop that own the queue pair.
+    :raises BusyResourceError: another thread is changing the state of the queue pair.
     :raises ClosedResourceError: the queue pair is destroyed.
     :raises ConcurrentAccessError: another thread is executing a verb on the same unlocked domain.
     """
@@ -284,7 +285,7 @@ def read_mapped(QueuePair qp not None, uint64_t address, uint32_t key, buffer):
 def read_mapped_bytes(QueuePair qp not None, uint64_t address, uint32_t key, length):
     """Do the same as `read_mapped`, and return the bytes; None if a read has to be posted.
 
-    :param length: number of bytes, 1..2**32-1.
+    :param length: number of bytes.
     :raises MemoryError: there is no memory for the bytes.
     """
     cdef bytes data = PyBytes_FromStringAndSize(NULL, length)

@@ -6,6 +6,8 @@
 #include "soft/objects/qp.h"
 #include "soft/transport/cached_reads.h"
 
+/* Under sq_lock, as posted reads are that a grant covers: others that wait for it are those that post to, or poll for,
+ * this queue pair. */
 bool soft_read_mapped(struct ibv_qp *ibv_qp, void *to, uint64_t address, uint32_t key, uint32_t length)
 {
     struct soft_qp *qp = to_soft_qp(ibv_qp);

@@ -107,12 +107,13 @@ static void read_run_add_others(struct soft_qp *qp, struct read_run *run)
     }
 }
 
-/* Copy what the reads are for. Return false if a grant is not valid any more. */
-static bool read_run_copy(struct soft_qp *qp, const struct read_run *run)
+/* Copy reads. Return false if a grant is not valid any more. */
+static bool copy_reads(struct soft_qp *qp, const struct soft_read_cache_read *reads, unsigned int count,
+                       const struct iovec *pieces, unsigned int piece_count)
 {
-    if (soft_read_cache_copy(qp->link, qp->attr.dest_qp_num, run->reads, run->count, run->pieces, run->piece_count))
+    if (soft_read_cache_copy(qp->link, qp->attr.dest_qp_num, reads, count, pieces, piece_count))
         return true;
-    cache_entry_of(qp, run->reads->entry->key)->owner_serial = 0;
+    cache_entry_of(qp, reads->entry->key)->owner_serial = 0;
     soft_read_cache_clear_invalid(qp->link, qp->attr.dest_qp_num, qp->read_cache_entries);
     return false;
 }
@@ -125,7 +126,7 @@ bool soft_cached_read(struct soft_qp *qp, const struct soft_wqe *wqe, const stru
     run.count = run.piece_count = run.bytes = 0;
     read_run_add(qp, &run, wqe, request);
     read_run_add_others(qp, &run);
-    if (!read_run_copy(qp, &run))
+    if (!copy_reads(qp, run.reads, run.count, run.pieces, run.piece_count))
         return false;
     if (qp->req.waiting) /* the queue pair waits for the connection: nothing is in flight */
         soft_reset_retries(qp);
@@ -138,14 +139,10 @@ bool soft_cached_read(struct soft_qp *qp, const struct soft_wqe *wqe, const stru
 
 bool soft_cached_read_now(struct soft_qp *qp, void *to, uint64_t address, uint32_t key, uint32_t length)
 {
-    struct soft_wqe wqe = {.opcode = IBV_WR_RDMA_READ, .remote_addr = address, .rkey = key};
-    struct soft_segment segment = {.address = to, .length = length};
-    struct soft_request request = {.from = qp, .wqe = &wqe, .length = length, .local = &segment, .local_count = 1};
-    struct read_run run = {.count = 0};
+    const struct soft_wqe wqe = {.opcode = IBV_WR_RDMA_READ, .remote_addr = address, .rkey = key};
+    const struct soft_read_cache_read read = {cache_entry_of(qp, key), address, length};
+    const struct iovec piece = {to, length};
 
-    if (atomic_load(&qp->state) != IBV_QPS_RTS || !soft_cached_read_may(qp, &wqe, length) ||
-        !cache_entry_of(qp, key)->memory)
-        return false;
-    read_run_add(qp, &run, &wqe, &request);
-    return read_run_copy(qp, &run);
+    return atomic_load(&qp->state) == IBV_QPS_RTS && soft_cached_read_may(qp, &wqe, length) && read.entry->memory &&
+           copy_reads(qp, &read, 1, &piece, 1);
 }

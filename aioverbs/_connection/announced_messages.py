@@ -38,7 +38,7 @@ from aioverbs._connection.wire import HAS_IMMEDIATE, IMMEDIATE, AnnouncedPart, p
 from aioverbs._core.data_path.data_path import Operation, RegionSlice, RemoteRegion
 from aioverbs._core.software.software import read_mapped, read_mapped_bytes
 from aioverbs._lifecycle.affinity import running_loop, wait_uncancelled
-from aioverbs._lifecycle.turns import BYTES_PER_UNIT, spend, take_turn
+from aioverbs._lifecycle.turns import BYTES_PER_UNIT, take_turn
 from aioverbs._memory.region import WaitableInFlightCount
 from aioverbs.errors import (
     BrokenResourceError,
@@ -185,6 +185,7 @@ class AnnouncedMessages:
         self._answered: list[int] = []
         self._held: deque[int] = deque()  # numbers whose answers are sent at the end of the loop's turn
         self._is_scheduled = False  # whether a callback will send them
+        self._is_mapped = False  # whether the last message that could be was copied from a file
 
     def add(self, number: int, data: bytes, flags: int) -> AnnouncedMessage | None:
         """Accept an announced message.
@@ -288,7 +289,7 @@ class AnnouncedMessages:
             return False
         if self._held:  # the peer can send again while this end copies
             self._send_answers()
-        await take_turn(1)
+        await take_turn(1 + self._is_mapped * part.length // BYTES_PER_UNIT)
         if message.withdrawn:
             return False
         self._state.check_usable()
@@ -297,8 +298,7 @@ class AnnouncedMessages:
             copied = read_mapped_bytes(qp, part.address, part.rkey, part.length) or False
         else:
             copied = read_mapped(qp, part.address, part.rkey, buffer)
-        if copied:
-            spend(part.length // BYTES_PER_UNIT)
+        self._is_mapped = bool(copied)
         return copied
 
     async def read(self, message: AnnouncedMessage, may_be_mapped: bool = True) -> memoryview | None:

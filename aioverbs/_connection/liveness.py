@@ -20,7 +20,7 @@ from aioverbs.errors import (
 __all__ = ["Liveness", "Ticker"]
 
 _TICKS_PER_TURN = 64
-_QUIET = 64  # sends and receives, at most, from one tick to the next, of a connection that gives its pages back
+_QUIET = 64  # requests and receives, at most, from one tick to the next, of a connection that gives its pages back
 _LINGER_S = 0.02  # completions may still arrive after the report that the peer is gone
 
 
@@ -115,7 +115,7 @@ class Liveness:
         self._ticker: Ticker | None = None
         self._last_completed = -1
         self._is_probing = False  # whether the last tick has sent a probe
-        self._has_pages = False  # whether anything was sent or received since pages were given back
+        self._has_pages = False  # whether any request or receive has completed since pages were given back
 
     def watch(self, control: ControlChannel) -> None:
         """Watch the control channel from now on: if it reports the loss of the peer or the device, fail the channel."""
@@ -140,8 +140,8 @@ class Liveness:
             ticker.discard(self)
 
     def tick(self) -> None:
-        """Probe the peer's device if no send or receive has completed since the last tick. If few have, give back the
-        pages of buffers.
+        """Probe the peer's device if no request or receive has completed since the last tick. If few have, give back
+        the pages of buffers.
 
         If the channel is broken or closed, stop probing. If the peer is gone, the probe fails within the time limit of
         the queue pair, and the connection breaks.
@@ -155,15 +155,14 @@ class Liveness:
         assert work.send_queue is not None
         completed = channel.receive_queue.completed + work.send_queue.completed
         self._give_back_pages(completed - self._last_completed - self._is_probing)  # before a probe, which needs some
-        self._is_probing = completed == self._last_completed
-        if self._is_probing:
-            channel.sender.send_keepalive()
+        self._is_probing = completed == self._last_completed and channel.sender.send_keepalive()
         self._last_completed = completed
 
     def _give_back_pages(self, completed: int) -> None:
-        """Give the pages back that the connection has used, if little was sent and received since the last tick.
+        """Give the pages back that the connection has used, if few requests and receives have completed since the last
+        tick.
 
-        :param completed: number of sends and receives that have completed since then, without that of a probe.
+        :param completed: number of those, without that of a probe.
         """
         self._has_pages |= completed > 0
         if self._has_pages and completed <= _QUIET:

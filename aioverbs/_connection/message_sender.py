@@ -608,18 +608,19 @@ class MessageSender:
         """
         return self._qp.write(self.frames.memory[:0], _NULL_REMOTE)
 
-    def send_keepalive(self) -> None:
+    def send_keepalive(self) -> bool:
         """Post a probe without waiting for it. If the peer's device does not answer, the queue pair goes to ERR.
 
-        If the probe cannot be posted, nothing is done.
+        :returns: whether it could be posted.
         """
         try:
             keepalive = self.probe()
         except (BusyResourceError, ConcurrentAccessError):
-            return  # another thread is inside a verb, or is changing the queue pair: the next call retries
+            return False  # another thread is inside a verb, or is changing the queue pair: the next call retries
         except (ClosedResourceError, BrokenResourceError, QueuePairStateError, AffinityError, VerbsError):
-            return  # the end is reported elsewhere
+            return False  # the end is reported elsewhere
         self.keep_until_done(keepalive)
+        return True
 
     async def wait_delivered(self) -> None:
         """Wait until all sent messages are in the peer's memory. The time is not limited here.

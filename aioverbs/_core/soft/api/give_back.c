@@ -3,6 +3,7 @@
 #include "soft/api/give_back.h"
 
 #include <stdatomic.h>
+#include <stdbool.h>
 #include <stdint.h>
 #include <sys/mman.h>
 
@@ -44,8 +45,17 @@ static void range_add(struct range *range, uint64_t address, uint32_t length)
     range->end = address + length;
 }
 
+/* Return whether memory is that of a region of this process which messages may be written to. */
+static bool is_here(const struct soft_qp *qp, const struct ibv_sge *sge)
+{
+    const uint8_t *at =
+        soft_mr_resolve(qp->context->device, qp->pd, sge->lkey, sge->addr, sge->length, IBV_ACCESS_LOCAL_WRITE);
+
+    return at && (uintptr_t)at == sge->addr;
+}
+
 /* Give back the pages of posted receives, from the one of a counter on, until `limit` bytes are done. Return the
- * counter of the next one. Only memory of regions that messages may be written to is given back. */
+ * counter of the next one. */
 static uint32_t give_back_some(const struct soft_qp *qp, uint32_t at, uint32_t posted, uint64_t limit)
 {
     struct range range = {0, 0};
@@ -58,7 +68,7 @@ static uint32_t give_back_some(const struct soft_qp *qp, uint32_t at, uint32_t p
 
         for (; sge != last; sge++) {
             bytes += sge->length;
-            if (soft_mr_resolve(qp->context->device, qp->pd, sge->lkey, sge->addr, sge->length, IBV_ACCESS_LOCAL_WRITE))
+            if (is_here(qp, sge))
                 range_add(&range, sge->addr, sge->length);
         }
     }

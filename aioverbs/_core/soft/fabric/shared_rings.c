@@ -9,9 +9,9 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
-#include <time.h>
 #include <unistd.h>
 
+#include "soft/base/epoch.h"
 #include "soft/base/fork_fds.h"
 #include "soft/base/lock_order.h"
 #include "soft/base/memfd.h"
@@ -29,7 +29,8 @@
 _Static_assert(SOFT_RINGS_FILE == WORDS_SIZE + 2 * SOFT_RING_SIZE, "");
 #define MAPPED_SIZE (WORDS_SIZE + 4 * SOFT_RING_SIZE)
 
-#define GIVE_BACK_NS 1000000u /* processor time in which the pages of a ring are given back, at most */
+#define GIVE_BACK_NS 2000000u /* time after which it was slow to give the pages of a ring back */
+#define SLOW_WEIGHT 8u        /* number of quick ones that make up for it */
 
 enum {
     POLLED_STREAMS = 16, /* streams at which each poll looks, although they are idle or armed */
@@ -159,22 +160,14 @@ void soft_rings_unmap(struct soft_stream *stream)
     stream->ring_out = (struct soft_ring_producer){.data = NULL};
 }
 
-/* Return the processor time of this thread, in nanoseconds. */
-static uint64_t thread_ns(void)
-{
-    struct timespec now;
-
-    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
-    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
-}
-
 /* No byte of an empty ring is read again, and only this side makes it another one, under tx. The kernel removes the
- * pages from all mappings of the file. That takes some microseconds; if a peer has mapped it often enough to make that
- * long, no ring of the device gives back any more. */
+ * pages from all mappings of the file, in less than 1 ms. That is slow if a peer maps it very often, or removes pages
+ * itself: after some slow ones in a row, no ring of the device gives back any more. */
 static void give_back_ring(struct soft_stream *stream)
 {
     struct soft_ring_producer *ring = &stream->ring_out;
-    uint64_t began = thread_ns();
+    struct soft_fabric *fabric = stream->fabric;
+    uint64_t began = soft_now_ns();
     uint32_t room = 0;
 
     soft_mutex_take(&stream->tx);
@@ -182,7 +175,15 @@ static void give_back_ring(struct soft_stream *stream)
         !madvise(ring->data, SOFT_RING_SIZE, MADV_REMOVE)) /* fails if the pages are locked */
         ring->given_back = ring->tail;
     soft_mutex_give(&stream->tx);
-    stream->fabric->keeps_rings |= thread_ns() - began > GIVE_BACK_NS;
+    if (soft_now_ns() - began > GIVE_BACK_NS) /* or the thread was interrupted for a while */
+        fabric->slow_rings += SLOW_WEIGHT;
+    else if (fabric->slow_rings)
+        fabric->slow_rings--;
+}
+
+static bool gives_back(const struct soft_fabric *fabric)
+{
+    return fabric->slow_rings < 3 * SLOW_WEIGHT;
 }
 
 void soft_rings_give_back(struct soft_link *link)
@@ -190,10 +191,10 @@ void soft_rings_give_back(struct soft_link *link)
     struct soft_stream *stream;
 
     assert_held(&link->stream.fabric->progress);
-    if (!soft_stream_uses_rings(&link->stream) || link->stream.fabric->keeps_rings)
+    if (!soft_stream_uses_rings(&link->stream) || !gives_back(link->stream.fabric))
         return;
     give_back_ring(&link->stream);
-    for (stream = link->stream.fabric->streams; stream && !stream->fabric->keeps_rings; stream = stream->next)
+    for (stream = link->stream.fabric->streams; stream && gives_back(stream->fabric); stream = stream->next)
         if (!stream->is_link && stream->pid == link->stream.pid && soft_stream_uses_rings(stream))
             give_back_ring(stream);
 }

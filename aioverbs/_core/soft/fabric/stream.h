@@ -219,7 +219,7 @@ struct soft_fabric {
      * one of these to look at, or NULL for the first. */
     struct soft_stream *armed_rings, *unarmed_rings, *next_unarmed;
     uint32_t ring_count, unarmed; /* number of all of them; of those that are not armed */
-    bool keeps_rings;             /* progress: to give the pages of rings back has taken too long once */
+    uint32_t slow_rings;          /* progress: how often it was slow to give the pages of a ring back */
     /* Written under progress: list of streams with deferred answers, see soft_stream_send_deferred. */
     struct soft_stream *_Atomic deferred;
     uint32_t polls_for_reply; /* progress: polls before deferred answers are sent, so that a reply pays for doorbells */

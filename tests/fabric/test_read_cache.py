@@ -532,6 +532,8 @@ async def test_a_mapped_file_is_read_within_its_bounds(device: Device) -> None:
             read_mapped(qp, remote.address, remote.rkey, b"constant")
         with pytest.raises(OverflowError):
             read_mapped_bytes(qp, -1, remote.rkey, 8)
+        with pytest.raises(OverflowError):
+            read_mapped_bytes(qp, remote.address, remote.rkey, -1)
 
 
 @direct_only

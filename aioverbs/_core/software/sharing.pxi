@@ -282,10 +282,11 @@ def read_mapped(QueuePair qp not None, uint64_t address, uint32_t key, buffer):
         PyBuffer_Release(&view)
 
 
-def read_mapped_bytes(QueuePair qp not None, uint64_t address, uint32_t key, length):
+def read_mapped_bytes(QueuePair qp not None, uint64_t address, uint32_t key, uint32_t length):
     """Do the same as `read_mapped`, and return the bytes; None if a read has to be posted.
 
     :param length: number of bytes.
+    :raises OverflowError: `length` does not fit in 32 bits.
     :raises MemoryError: there is no memory for the bytes.
     """
     cdef bytes data = PyBytes_FromStringAndSize(NULL, length)

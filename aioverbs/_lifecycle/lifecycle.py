@@ -42,7 +42,8 @@ __all__ = [
     "warn_at",
 ]
 
-# Number of times, each in a new turn of the loop, that closing a part is tried while another thread is in its domain.
+# Number of times that closing a part is tried while another thread is in its domain; of the first ones, in consecutive
+# turns of the loop.
 _CLOSE_ATTEMPTS = 1000
 _ATTEMPTS_IN_TURNS = 10
 # Guards the children and states of all trees. Critical sections are short, call no verb and wait for nothing. The

@@ -53,26 +53,27 @@ async def take_turn(units: int) -> None:
     :raises RuntimeError: no asyncio event loop is running.
     """
     loop = asyncio.get_running_loop()
-    if _queue.loop is not loop:  # those of an earlier loop wait no longer
+    if _queue.loop is not loop:  # a loop that ran before, and may go on, keeps its own
         _queue.loop, _queue.waiting = loop, deque()
     if not _queue.waiting:
         turn = spend(0)
         if not turn:
             spend(units)
             return
-        loop.call_soon(_next_turn, turn)  # first: a signal handler may raise at any point
+        loop.call_soon(_next_turn, turn, _queue.waiting)  # first: a signal handler may raise at any point
     waiter = loop.create_future()
     _queue.waiting.append((waiter, units))
     await waiter
 
 
-def _next_turn(turn: int) -> None:
+def _next_turn(turn: int, waiting: deque[tuple[asyncio.Future[None], int]]) -> None:
     """Let waiting tasks go on in a new turn of the loop: one, and others as far as the budget of the turn suffices.
 
     :param turn: number of the turn before.
+    :param waiting: the tasks, as in `_Queue`.
     """
     went_round(turn)
-    waiting, turn = _queue.waiting, 0
+    turn = 0
     try:
         while waiting and not turn:
             waiter, units = waiting[0]
@@ -82,4 +83,4 @@ def _next_turn(turn: int) -> None:
             waiting.popleft()
     finally:
         if waiting:
-            asyncio.get_running_loop().call_soon(_next_turn, turn)
+            asyncio.get_running_loop().call_soon(_next_turn, turn, waiting)

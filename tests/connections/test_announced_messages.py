@@ -444,7 +444,6 @@ async def test_an_interrupt_after_the_answer_hurts_no_later_call(
     async with pair(device) as ends:
         arguments = (bytearray(LENGTH),) if how == "receive_into" else ()
         await ends.near.send(sample(LENGTH, 1))
-        monkeypatch.setattr(announcer, "_COPIED_BYTES", 0)
         monkeypatch.setattr(announced_messages.AnnouncedMessages, "finish", finish)
         with pytest.raises(Interrupt):
             await getattr(ends.far, how)(*arguments)

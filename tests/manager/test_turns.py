@@ -65,6 +65,27 @@ def test_tasks_of_a_loop_that_has_ended_are_forgotten() -> None:
     asyncio.run(go_on())
 
 
+def test_tasks_of_a_loop_that_is_interrupted_by_another_one_go_on() -> None:
+    first, second = asyncio.new_event_loop(), asyncio.new_event_loop()
+
+    async def leave() -> list[asyncio.Task[None]]:
+        spend(WHOLE_TURN)
+        tasks = [asyncio.create_task(take_turn(WHOLE_TURN)) for _ in range(3)]
+        await asyncio.sleep(0)
+        return tasks
+
+    async def go_on(tasks: list[asyncio.Task[None]]) -> None:
+        async with asyncio.timeout(10):
+            await asyncio.gather(*tasks)
+
+    tasks = first.run_until_complete(leave())
+    others = second.run_until_complete(leave())
+    first.run_until_complete(go_on(tasks))
+    second.run_until_complete(go_on(others))
+    first.close()
+    second.close()
+
+
 def test_a_turn_needs_an_event_loop() -> None:
     with pytest.raises(RuntimeError):
         take_turn(1).send(None)

@@ -21,6 +21,7 @@ __all__ = [
     "cancel_by_its_task",
     "every_way_to_cancel",
     "pair",
+    "receive_while_pages_are_given_back",
     "root_of",
     "use_up",
     "works",
@@ -95,6 +96,31 @@ async def works(near: Connection, far: Connection) -> None:
         for one, other in ((near, far), (far, near)):
             await one.send(b"as ever")
             assert await other.receive() == b"as ever"
+
+
+async def receive_while_pages_are_given_back(sender: Connection, receiver: Connection, *ends: Connection) -> None:
+    """Check that messages of many lengths arrive, while ends give their pages back in each turn of the loop.
+
+    :param receiver: end that gets what `sender` sends, which may be the same, with a peer that echoes.
+    """
+    is_over = False
+
+    async def give_back() -> None:
+        while not is_over:
+            for each in ends:
+                end_of(each).channel.give_back_pages()
+            await asyncio.sleep(0)
+
+    async def send() -> None:
+        for number in range(200):
+            await sender.send(bytes([number]) * (number * 613))
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(give_back())
+        tasks.create_task(send())
+        for number in range(200):
+            assert await receiver.receive() == bytes([number]) * (number * 613)
+        is_over = True
 
 
 Cancel = Callable[[Coroutine[Any, Any, object], Callable[[], object]], Coroutine[Any, Any, None]]

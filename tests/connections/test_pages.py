@@ -8,7 +8,7 @@ import pytest
 from aioverbs import Connection, ConnectionSettings, Device
 from aioverbs._connection.connection import end_of
 from aioverbs._connection.message_channel import MessageChannel
-from tests.connections.ends import deeper, pair, works
+from tests.connections.ends import deeper, pair, receive_while_pages_are_given_back, works
 from tests.resident import resident_pages
 from tests.waiting import until
 
@@ -59,25 +59,7 @@ async def test_send_buffers_in_use_keep_their_pages(device: Device) -> None:
 async def test_messages_arrive_while_pages_are_given_back(device: Device) -> None:
     """At any moment, with fragments of messages received and others in flight."""
     async with pair(device, PAGE_SIZED) as ends:
-        channels = [end_of(each).channel for each in (ends.near, ends.far)]
-        is_over = False
-
-        async def give_back() -> None:
-            while not is_over:
-                for channel in channels:
-                    channel.give_back_pages()
-                await asyncio.sleep(0)
-
-        async def send() -> None:
-            for number in range(200):
-                await ends.near.send(bytes([number]) * (number * 613))
-
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(give_back())
-            tasks.create_task(send())
-            for number in range(200):
-                assert await ends.far.receive() == bytes([number]) * (number * 613)
-            is_over = True
+        await receive_while_pages_are_given_back(ends.near, ends.far, ends.near, ends.far)
 
 
 async def test_pages_are_given_back_once_when_a_connection_becomes_quiet(

@@ -27,7 +27,7 @@ from aioverbs import (
 from aioverbs._connection.announced_messages import AnnouncedMessages
 from aioverbs._connection.connection import end_of
 from tests.conftest import ROOT
-from tests.connections.ends import HOST, deeper
+from tests.connections.ends import HOST, deeper, receive_while_pages_are_given_back
 from tests.connections.other import SIZE
 from tests.garbage import collect_garbage
 from tests.pace import patience
@@ -357,23 +357,7 @@ async def test_rings_of_a_quiet_connection_have_no_pages(device: Device, there: 
 
 async def test_messages_arrive_while_rings_are_given_back(device: Device, there: Other) -> None:
     async with talking(device, there, b"echo") as (connection, _):
-        channel, is_over = end_of(connection).channel, False
-
-        async def give_back() -> None:
-            while not is_over:
-                channel.give_back_pages()
-                await asyncio.sleep(0)
-
-        async def send() -> None:
-            for number in range(200):
-                await connection.send(bytes([number]) * (number * 613))
-
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(give_back())
-            tasks.create_task(send())
-            for number in range(200):
-                assert await connection.receive() == bytes([number]) * (number * 613)
-            is_over = True
+        await receive_while_pages_are_given_back(connection, connection, connection)
 
 
 @pytest.mark.stops_processes

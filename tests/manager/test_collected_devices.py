@@ -5,6 +5,7 @@ import errno
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ from tests.conftest import LOOP_FACTORIES
 from tests.garbage import collect_garbage
 from tests.manager.test_domains import OwnerThread
 from tests.pace import patience
-from tests.waiting import until
+from tests.waiting import until, wait_until
 
 
 async def open_and_drop() -> None:
@@ -186,8 +187,14 @@ async def test_a_domain_closes_on_another_loop_while_its_device_is_collected(mon
         domain = await run_on_owner(elsewhere.owner, open_domain, device)
         await run_on_owner(elsewhere.owner, lambda: None)
         elsewhere.loop.call_soon_threadsafe(closing.wait, 30)
+        dropped = weakref.ref(device)
         del device, domain
-        collect_garbage()
+
+        def is_collected() -> bool:
+            collect_garbage()
+            return dropped() is None
+
+        wait_until(is_collected)  # the other thread may have it for a moment yet
 
     this_thread = threading.get_ident()
     monkeypatch.setattr(Lifecycle, "has_foreign_parts", delayed)
